@@ -1,0 +1,1 @@
+"""The `kvpolicy` command line, one module per command."""

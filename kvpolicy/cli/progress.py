@@ -1,0 +1,69 @@
+"""A progress display on stderr while an engine works. Without a terminal it shows nothing."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+
+    from kvpolicy.engine.engine import Engine
+
+# A refresh costs about as much as a decode step of the embedded model (2 ms): ten a second.
+_REFRESH_S = 0.1
+
+
+class OnStep(Protocol):
+    """What an engine calls after every step."""
+
+    def __call__(self, engine: Engine, /) -> None: ...
+
+
+@contextmanager
+def step_progress(label: str) -> Iterator[OnStep | None]:
+    """Yield the callback to give to `Engine.generate`, or None where nobody would see it."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    bars = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
+        console=Console(stderr=True),
+        transient=True,
+        auto_refresh=False,
+    )
+    with bars:
+        yield _Display(bars, label)
+
+
+class _Display:
+    """Two bars: prompt tokens read and tokens generated."""
+
+    def __init__(self, bars: Bars, label: str) -> None:
+        self._bars = bars
+        self._prompt = bars.add_task(f"{label} prompt", total=None, note="")
+        self._decode = bars.add_task(f"{label} decode", total=None, note="")
+        self._next = 0.0
+
+    def __call__(self, engine: Engine, /) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + _REFRESH_S
+        state = engine.progress()
+        note = f"{state.running} running, {state.waiting} waiting, {state.finished} finished"
+        done, total = state.prompt_tokens_done, state.prompt_tokens_total
+        self._bars.update(self._prompt, completed=done, total=total)
+        done, total = state.generated_tokens, state.max_new_tokens_total
+        self._bars.update(self._decode, completed=done, total=total, note=note)
+        self._bars.refresh()

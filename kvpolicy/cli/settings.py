@@ -1,0 +1,143 @@
+"""How options become an EngineConfig and SamplingParams.
+
+A later source wins: defaults, --config, --set, the option itself. A config file is a flat YAML
+mapping; its keys, like those of --set, are the fields of EngineConfig and SamplingParams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvpolicy import __version__
+from kvpolicy.cli.options import ENGINE_DEFAULTS, SAMPLING_DEFAULTS, SETTINGS, Options
+from kvpolicy.config import EngineConfig, SamplingParams, load_yaml, parse_override
+from kvpolicy.errors import UserError, unknown_name
+
+__all__ = ["LATER_VALUES", "Resolved", "resolve"]
+
+LATER_VALUES: Mapping[str, tuple[str, ...]] = {
+    "model": ("tiny-csa",),
+    "backend": ("triton",),
+    "admission": ("accepted",),
+    "dtype": ("bfloat16",),
+    "kv_dtype": ("fp8",),
+}
+"""Values of settings that are kept for a later version."""
+
+_DRAFTERS = ("none", "dspark", "dflash2", "dflash")
+_VERIFICATIONS = ("standard", "block", "coupled")
+_CLOCKS = ("steps", "wall")
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The settings of a command. controllers: what was named, in order, perhaps nothing."""
+
+    engine: EngineConfig
+    sampling: SamplingParams
+    controllers: tuple[str, ...]
+
+
+def resolve(options: Options) -> Resolved:
+    """Merge the sources of settings; anything wrong with them is a UserError."""
+    _refuse_later_options(options)
+    values: dict[str, Any] = {}
+    if options.config is not None:
+        values |= _from_file(options.config)
+    for text in options.overrides or ():
+        key, value = parse_override(text)
+        _check_key(key, f"--set {text!r}")
+        values[key] = value
+    controllers = tuple(options.controller or ())
+    values |= {
+        key: given
+        for key in SETTINGS
+        if (given := getattr(options, key)) not in (None, []) and key != "controller"
+    }
+    if not controllers and "controller" in values:
+        controllers = (values["controller"],)
+    elif controllers:
+        values["controller"] = controllers[0]
+    _refuse_later_values(values)
+    if isinstance(values.get("stop"), str | bytes):
+        values["stop"] = (values["stop"],)
+    _check_utf8(values.get("stop"))
+    engine = EngineConfig(**{key: values[key] for key in ENGINE_DEFAULTS if key in values})
+    sampling = SamplingParams(**{key: values[key] for key in SAMPLING_DEFAULTS if key in values})
+    return Resolved(engine, sampling, controllers)
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    origin = f"config {str(path)!r}"
+    values: dict[str, Any] = {}
+    for key, value in load_yaml(path).items():
+        name = key.replace("-", "_")
+        _check_key(name, origin)
+        if name in values:
+            raise UserError(f"{origin}: {name!r} is given twice")
+        values[name] = value
+    for name in _written_twice(path):
+        raise UserError(f"{origin}: {name!r} is given twice")
+    return values
+
+
+def _written_twice(path: Path) -> Iterator[str]:
+    """Keys that YAML would silently overwrite."""
+    if not path.is_file():  # a pipe can be read only once
+        return
+    node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    seen: set[str] = set()
+    for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+        if key.value in seen:
+            yield key.value
+        seen.add(key.value)
+
+
+def _check_key(key: str, origin: str) -> None:
+    if key not in SETTINGS:
+        raise UserError(f"{origin}: {unknown_name('option', key, SETTINGS)}")
+
+
+def _check_utf8(stop: Any) -> None:
+    """Stop texts are compared as bytes; bytes of the command line may not have decoded."""
+    for text in stop if isinstance(stop, list | tuple) else ():
+        try:
+            str(text).encode()
+        except UnicodeEncodeError:
+            raise UserError(f"stop text {text!r} is not UTF-8") from None
+
+
+def _not_yet(what: str) -> UserError:
+    return UserError(f"{what} is not available yet in version {__version__} (see CHANGELOG)")
+
+
+def _refuse_later_options(options: Options) -> None:
+    """Options that are named already accept their default; the rest comes later."""
+    choices = (
+        ("--drafter", options.drafter or [], _DRAFTERS),
+        ("--verification", [options.verification], _VERIFICATIONS),
+        ("--clock", [options.clock], _CLOCKS),
+    )
+    for flag, given, allowed in choices:
+        for value in given:
+            if value is not None and value not in allowed:
+                raise UserError(f"{flag}: {unknown_name('value', value, allowed)}")
+            if value not in (None, allowed[0]):
+                raise _not_yet(f"'{flag} {value}'")
+    for name in ("num_draft_tokens", "shadow", "workload", "slo", "tpot_bound_ms", "logdir"):
+        if getattr(options, name) not in (None, []):
+            raise _not_yet(f"'--{name.replace('_', '-')}'")
+    for name in ("layers", "dummy_weights"):
+        if getattr(options, name):
+            raise _not_yet(f"'--{name.replace('_', '-')}'")
+
+
+def _refuse_later_values(values: Mapping[str, Any]) -> None:
+    for key, later in LATER_VALUES.items():
+        if values.get(key) in later:
+            raise _not_yet(f"'--{key.replace('_', '-')} {values[key]}'")

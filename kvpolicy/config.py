@@ -1,0 +1,127 @@
+"""What a user may set, validated: every wrong key or value is one clear line (UserError)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvpolicy.errors import UserError, unknown_name
+
+Eviction = Literal["clock", "lru", "fifo", "random"]
+
+_Model = TypeVar("_Model", bound="Settings")
+
+
+class Settings(BaseModel):
+    """Base of every settings record: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise _user_error(type(self), values, error) from None
+
+
+class SamplingParams(Settings):
+    """How the tokens of one request are chosen.
+
+    temperature 0 is greedy (ties to the lowest id). top_k 0 and top_p 1 are off. seed: the noise of
+    a token depends on (seed, position) only. stop: generation ends where one of these texts
+    appears; it is not part of the output.
+    """
+
+    max_new_tokens: int = Field(default=64, ge=1, le=1_000_000)
+    temperature: float = Field(default=0.0, ge=0.0, le=100.0, allow_inf_nan=False)
+    top_k: int = Field(default=0, ge=0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    stop: tuple[str | bytes, ...] = ()
+
+    def stop_bytes(self) -> tuple[bytes, ...]:
+        """The stop texts as bytes, empty ones left out."""
+        raw = (s.encode() if isinstance(s, str) else s for s in self.stop)
+        return tuple(s for s in raw if s)
+
+
+class EngineConfig(Settings):
+    """One engine. Sizes in MiB are named so; rows are per request and layer.
+
+    model: an embedded model's name, or a checkpoint folder. controller: NAME or NAME:key=value,...
+    eviction, admission: None leaves the choice to the controller.
+    device_kv_mib: device memory for KV of all kinds (rows, index keys, maps, staging, in-flight).
+    host_kv_mib: host memory for the history. staging_rows: transient rows shared by all requests
+    (None: what max_concurrency requests can select at once). floor_rows: hot rows per request and
+    layer that no controller can take. prefill_chunk: prompt rows computed in one step.
+    control_interval: steps between two decisions. bos: put the beginning-of-sequence token first.
+    validate: check_integrity() after every step (YAML and keyword name ``validate``).
+    """
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    model: str = "tiny-dsa"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    backend: Literal["auto", "reference"] = "auto"
+    controller: str = "hisparse"
+    eviction: Eviction | None = None
+    admission: Literal["all"] | None = None
+    device_kv_mib: float = Field(default=64.0, gt=0, le=1 << 20)
+    host_kv_mib: float = Field(default=512.0, gt=0, le=1 << 24)
+    staging_rows: int | None = Field(default=None, ge=1)
+    floor_rows: int = Field(default=0, ge=0)
+    max_concurrency: int = Field(default=16, ge=1, le=4096)
+    prefill_chunk: int = Field(default=64, ge=1, le=65536)
+    control_interval: int = Field(default=8, ge=1)
+    dtype: Literal["float32"] = "float32"
+    kv_dtype: Literal["float32", "bf16"] = "float32"
+    bos: bool = False
+    validate_: bool = Field(default=False, alias="validate")
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file, or UserError naming the file."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"config {str(path)!r}: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"config {str(path)!r} is not valid YAML: {_one_line(error)}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise UserError(f"config {str(path)!r}: must be a mapping of option names to values")
+    return content
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """``KEY=VALUE`` of the command line; the value is read as YAML."""
+    key, separator, value = text.partition("=")
+    if not separator or not key.strip():
+        raise UserError(f"--set {text!r}: must be KEY=VALUE")
+    try:
+        return key.strip().replace("-", "_"), yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UserError(f"--set {text!r}: value is not valid YAML: {_one_line(error)}") from None
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())
+
+
+def _field_names(kind: type[BaseModel]) -> list[str]:
+    return [field.alias or name for name, field in kind.model_fields.items()]
+
+
+def _user_error(kind: type[BaseModel], values: Mapping[str, Any], error: ValidationError) -> UserError:
+    """The first complaint of pydantic as one line: field, value, what is allowed."""
+    first = error.errors()[0]
+    name = str(first["loc"][0]) if first["loc"] else kind.__name__
+    if first["type"] == "extra_forbidden":
+        return unknown_name("option", name, _field_names(kind))
+    message = first["msg"].removeprefix("Input ").removeprefix("Value error, ")
+    return UserError(f"{name} = {values.get(name)!r}: {message}")

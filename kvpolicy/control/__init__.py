@@ -1,0 +1,1 @@
+"""What a controller sees and says, and the pure function that makes any proposal feasible."""

@@ -1,0 +1,77 @@
+"""What a controller sees: a frozen record of numbers, taken once per control interval."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StoreView:
+    """One row store of the model. rows are records of one entry; sizes in bytes.
+
+    layers: rows per record. topk: entries chosen per query row. record_bytes: one record.
+    rows_per_frame, meta_per_frame: how many records, and how many slots' metadata, a frame holds.
+    """
+
+    name: str
+    layers: int
+    topk: int
+    record_bytes: int
+    rows_per_frame: int
+    meta_per_frame: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """One running request.
+
+    context: committed tokens. max_rows: per store, entries it can ever have (a budget at or above
+    it means fully resident). budget: per store, rows it may keep now. decoding: past its prompt.
+    age: engine steps since admission. selected_rows, unique_rows, fetched_rows: during decode,
+    since the last observation.
+    """
+
+    request_id: int
+    context: int
+    max_rows: tuple[int, ...]
+    budget: tuple[int, ...]
+    decoding: bool
+    age: int
+    generated: int
+    selected_rows: int
+    unique_rows: int
+    fetched_rows: int
+
+    @property
+    def miss_rate(self) -> float:
+        """Fetched rows over unique rows since the last observation."""
+        return self.fetched_rows / self.unique_rows if self.unique_rows else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """The engine at one moment. Bytes are device KV memory, times are seconds.
+
+    step: engine step. interval: steps since the last observation. pool_*: of the device arena:
+    required (protected), optional (what plans give out), free. waiting: requests not admitted yet;
+    oldest_wait: steps the first of them has waited. arrivals, finished: since the last observation.
+    step_seconds: mean wall time of a step in the interval (0 where steps are the clock).
+    host_to_device_bytes: in the interval. floor_rows: rows no plan goes below.
+    """
+
+    step: int
+    interval: int
+    frame_bytes: int
+    pool_bytes: int
+    required_bytes: int
+    optional_bytes: int
+    free_bytes: int
+    floor_rows: int
+    waiting: int
+    oldest_wait: int
+    arrivals: int
+    finished: int
+    step_seconds: float
+    host_to_device_bytes: int
+    stores: tuple[StoreView, ...]
+    requests: tuple[RequestView, ...]

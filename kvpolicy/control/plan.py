@@ -1,0 +1,44 @@
+"""What a controller says: how many hot rows each running request should keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Union
+
+from kvpolicy.control.observation import Observation
+
+FULL = float("inf")
+"""A target at or above everything a request can have: fully resident."""
+
+Target = Union[float, Sequence[float]]
+"""Hot rows of a request: one number for every store, or one number per store, in store order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A proposal. Anything goes: it is projected onto what is feasible before it is applied.
+
+    targets: request id -> hot rows (a request that is not named keeps its budget).
+    default: target of running requests that ``targets`` does not name, None to keep.
+    reserve_rows: rows per store kept free for arrivals (of every store's record).
+    """
+
+    targets: Mapping[int, Target] = field(default_factory=dict)
+    default: Target | None = None
+    reserve_rows: float = 0.0
+
+    @staticmethod
+    def even(rows: Target) -> Plan:
+        """The same target for every running request."""
+        return Plan(default=rows)
+
+    @staticmethod
+    def full() -> Plan:
+        """Everything resident, as far as memory goes."""
+        return Plan(default=FULL)
+
+    @staticmethod
+    def keep(observation: Observation) -> Plan:
+        """Every request keeps the budget it has."""
+        return Plan(targets={r.request_id: r.budget for r in observation.requests})

@@ -1,0 +1,6 @@
+"""Residency controllers by name: ``make("hisparse:device_buffer_rows=256")``, ``register``, ``names``."""
+
+from kvpolicy.controllers.base import Controller
+from kvpolicy.controllers.registry import describe, make, names, register
+
+__all__ = ["Controller", "describe", "make", "names", "register"]

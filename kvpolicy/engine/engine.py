@@ -1,0 +1,293 @@
+"""The engine: observe, decide, compute, commit, emit, one step at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Union
+
+import torch
+
+from kvpolicy.config import EngineConfig, SamplingParams
+from kvpolicy.controllers.base import Controller
+from kvpolicy.engine.handle import RequestHandle
+from kvpolicy.engine.loop import ControlLoop
+from kvpolicy.engine.metrics import Metrics
+from kvpolicy.engine.request import Request, RequestOutput, State
+from kvpolicy.engine.scheduler import Batch, Scheduler
+from kvpolicy.errors import CapacityError, UserError
+from kvpolicy.memory.accounting import Reserve
+from kvpolicy.memory.hierarchy import Hierarchy
+from kvpolicy.memory.layout import Layout
+from kvpolicy.models.loader import DecodeModel, load_model
+from kvpolicy.telemetry.record import run_record
+
+Prompt = Union[bytes, str, Sequence[int]]
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the engine is with everything submitted so far. Counts of tokens and of requests."""
+
+    prompt_tokens_done: int
+    prompt_tokens_total: int
+    generated_tokens: int
+    max_new_tokens_total: int
+    running: int
+    waiting: int
+    finished: int
+
+
+class Engine:
+    """Decodes requests over the KV hierarchy under one residency controller.
+
+    model: a loaded model instead of the one the config names (for tests and studies).
+    Raises UserError for a config that cannot be had here, CapacityError for one that does not fit.
+    """
+
+    def __init__(self, config: EngineConfig | None = None, model: DecodeModel | None = None) -> None:
+        self.config = config or EngineConfig()
+        self.device = _device(self.config.device)
+        self.model = model or load_model(self.config.model, self.device)
+        self._layout = Layout(self.model.geometry, self.config.kv_dtype)
+        self.control = ControlLoop(
+            self.config.controller, self.config.control_interval, self._layout, self.config.eviction
+        )
+        self.memory = self._make_memory()
+        self.scheduler = Scheduler(self.config.max_concurrency, self.config.prefill_chunk)
+        self.requests: dict[int, Request] = {}
+        self.metrics_ = Metrics()
+        self.steps = 0
+        self._closed = False
+
+    def _make_memory(self) -> Hierarchy:
+        config, layout = self.config, self._layout
+        staging = config.staging_rows or config.max_concurrency * layout.topk
+        return Hierarchy(
+            layout,
+            device_bytes=int(config.device_kv_mib * MIB),
+            host_bytes=int(config.host_kv_mib * MIB),
+            reserve=Reserve(staging, config.max_concurrency + config.prefill_chunk),
+            floor_rows=config.floor_rows,
+            rule=self.control.rule,
+            device=self.device,
+            poison=config.validate_,
+        )
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestHandle:
+        """Queue a request. UserError for an empty or wrong prompt, CapacityError (naming the tier)
+        for one that this engine could never hold."""
+        self._check_open()
+        params = params or SamplingParams()
+        request = Request(
+            id=len(self.requests),
+            prompt=self._tokens(prompt),
+            params=params,
+            eos=self.model.eos,
+            arrived_step=self.steps,
+        )
+        limit = self.model.geometry.max_context
+        if request.max_tokens > limit:
+            raise UserError(
+                f"prompt of {len(request.prompt)} tokens + max_new_tokens = {params.max_new_tokens}: "
+                f"the model's context is {limit} tokens"
+            )
+        self.memory.check_fits_alone(request.max_tokens, self._initial_rows(request))
+        self.requests[request.id] = request
+        self.scheduler.add(request)
+        return RequestHandle(request, self.step, self._cancel)
+
+    def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        ids = tuple(prompt.encode() if isinstance(prompt, str) else prompt)
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.model.vocab:
+                raise UserError(f"prompt token {token!r}: must be an id from 0 to {self.model.vocab - 1}")
+        if self.config.bos:
+            if self.model.bos is None:
+                raise UserError("bos = True: the model has no beginning-of-sequence token")
+            ids = (self.model.bos, *ids)
+        if not ids:
+            raise UserError("prompt is empty: needs at least one token (or bos)")
+        return ids
+
+    def _initial_rows(self, request: Request) -> tuple[int, ...]:
+        stores = self._layout.stores
+        return self.control.initial_rows(tuple(s.store.entries(request.max_tokens) for s in stores))
+
+    def _cancel(self, request: Request) -> None:
+        if request.state is not State.FINISHED:
+            request.finish("cancelled")
+            self._retire(request)
+
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_step: Callable[[Engine], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Decode all prompts to their end, batched; outputs in the order of the prompts.
+
+        params: one for all, or one per prompt. on_step: called after every step (progress).
+        """
+        prompts = list(prompts)
+        each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise UserError(f"{len(each)} sampling params for {len(prompts)} prompts")
+        handles: list[RequestHandle] = []
+        try:
+            for prompt, own in zip(prompts, each, strict=True):
+                handles.append(self.submit(prompt, own))
+            while not all(handle.done for handle in handles):
+                self.step()
+                if on_step is not None:
+                    on_step(self)
+        except BaseException:
+            for handle in handles:
+                handle.cancel()
+            raise
+        return [handle.result() for handle in handles]
+
+    # --- one step --------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Admit, decide, compute one row per decoding request and a chunk of prompts, commit, emit.
+
+        Returns False when nothing was left to do.
+        """
+        self._check_open()
+        started = time.perf_counter()
+        self._admit()
+        self._control()
+        batch = self.scheduler.batch()
+        if not batch.segments:
+            return False
+        memory = self.memory.begin_step(batch.segments, self.steps)
+        tokens = torch.tensor(batch.tokens, device=self.device)
+        wanted = torch.tensor(batch.wanted, dtype=torch.int64, device=self.device)
+        logits = self.model.forward(tokens, memory, wanted)
+        self.memory.commit(memory, [segment.count for segment in batch.segments])
+        self._emit(batch, logits)
+        self._account(started)
+        return True
+
+    def _admit(self) -> None:
+        """Start waiting requests while host, index, map and first hot rows can all be reserved."""
+        while (request := self.scheduler.next_waiting) is not None:
+            try:
+                self.memory.admit(request.id, request.max_tokens, self._initial_rows(request))
+            except CapacityError as error:
+                self.metrics_.deferred[error.tier] = self.metrics_.deferred.get(error.tier, 0) + 1
+                if not self.scheduler.running:
+                    raise
+                return
+            self.scheduler.start(self.steps)
+            self.control.wake()
+
+    def _control(self) -> None:
+        self.control.step(
+            self.steps,
+            self.memory,
+            self.scheduler.running,
+            list(self.scheduler.waiting),
+            arrivals=len(self.requests),
+            finished=self.metrics_.finished,
+            seconds=self.metrics_.busy_seconds,
+        )
+
+    def _emit(self, batch: Batch, logits: torch.Tensor) -> None:
+        """Advance every computed request, and choose a token where one is due."""
+        for segment in batch.segments:
+            request = self.requests[segment.request_id]
+            request.computed += segment.count
+            if segment.last_prompt_row:
+                request.move(State.DECODE)
+        for request, row in zip(batch.emits, logits.cpu().numpy(), strict=True):
+            if request.take(row) is not None:
+                self.metrics_.generated_tokens += 1
+            if request.state is State.FINISHED:
+                self._retire(request)
+
+    def _retire(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        self.memory.release(request.id)
+        self.control.forget(request.id)
+        self.metrics_.retire(request)
+
+    def _account(self, started: float) -> None:
+        self.steps += 1
+        self.metrics_.note_step(self.memory, time.perf_counter() - started)
+        if self.config.validate_:
+            self.check_integrity()
+
+    # --- control and reports ---------------------------------------------------------------------
+
+    def set_controller(self, spec: str | Controller) -> None:
+        """Swap the controller; it decides at the next step. UserError leaves the old one in place."""
+        self.control.set_controller(spec)
+        self.memory.set_rule(self.control.rule)
+
+    def check_integrity(self) -> None:
+        """IntegrityError unless all bookkeeping agrees and every device row equals its host copy."""
+        self.memory.check_integrity()
+        held = set(self.memory.requests)
+        running = {request.id for request in self.scheduler.running}
+        if held != running:
+            raise CapacityError("device", f"requests {held ^ running} hold memory or run, not both")
+
+    def progress(self) -> Progress:
+        """How far everything submitted so far is."""
+        requests = self.requests.values()
+        return Progress(
+            prompt_tokens_done=sum(min(r.computed, len(r.prompt)) for r in requests),
+            prompt_tokens_total=sum(len(r.prompt) for r in requests),
+            generated_tokens=sum(len(r.tokens) for r in requests),
+            max_new_tokens_total=sum(r.params.max_new_tokens for r in requests),
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            finished=self.metrics_.finished,
+        )
+
+    def metrics(self) -> dict[str, Any]:
+        """Everything measured so far, by its documented name."""
+        return self.metrics_.report(self.steps, self.memory, self.control, self.model.weight_bytes)
+
+    def record(self) -> dict[str, Any]:
+        """The run record: config, versions, commit, machine, command."""
+        return run_record(self.config.model_dump(by_alias=True), str(self.device))
+
+    # --- life ------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UserError("the engine is closed")
+
+    def close(self) -> None:
+        """Cancel what runs and free all memory. A second call does nothing."""
+        if not self._closed:
+            for request in [*self.scheduler.running, *self.scheduler.waiting]:
+                self._cancel(request)
+            self._closed = True
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device = 'cuda': no CUDA device is available here; use cpu or auto")
+    return torch.device(name)

@@ -1,0 +1,47 @@
+"""A caller's end of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kvpolicy.engine.request import Request, RequestOutput, State
+
+
+class RequestHandle:
+    """Tokens of one request as they come. Iterating drives the engine (and all its other requests)."""
+
+    def __init__(
+        self, request: Request, step: Callable[[], bool], cancel: Callable[[Request], None]
+    ) -> None:
+        self._request = request
+        self._step = step
+        self._cancel = cancel
+
+    @property
+    def id(self) -> int:
+        return self._request.id
+
+    @property
+    def done(self) -> bool:
+        """Whether the request has ended, for whatever reason."""
+        return self._request.state is State.FINISHED
+
+    def cancel(self) -> None:
+        """End the request now and free its memory; tokens made so far stay readable."""
+        self._cancel(self._request)
+
+    def __iter__(self) -> Iterator[int]:
+        given = 0
+        while True:
+            while given < len(self._request.tokens):
+                yield self._request.tokens[given]
+                given += 1
+            if self.done:
+                return
+            self._step()
+
+    def result(self) -> RequestOutput:
+        """Run until the request has ended; its output."""
+        for _ in self:
+            pass
+        return self._request.output()

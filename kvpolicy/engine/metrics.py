@@ -1,0 +1,88 @@
+"""What the engine measures, under the names that reports use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvpolicy.engine.loop import ControlLoop
+from kvpolicy.engine.request import Request
+from kvpolicy.memory.hierarchy import Hierarchy
+from kvpolicy.telemetry.latency import percentiles_ms
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Running totals. busy_seconds: wall time inside steps. deferred: admissions put off, by tier."""
+
+    generated_tokens: int = 0
+    finished: int = 0
+    busy_seconds: float = 0.0
+    optional_byte_steps: int = 0
+    required_peak: int = 0
+    deferred: dict[str, int] = field(default_factory=dict)
+    tpot: list[float] = field(default_factory=list)
+    ttft: list[float] = field(default_factory=list)
+
+    def retire(self, request: Request) -> None:
+        """Note the latencies of a request that has ended."""
+        self.finished += 1
+        if request.first_token is None or request.last_token is None:
+            return
+        self.ttft.append(request.first_token - request.arrived)
+        if len(request.tokens) > 1:
+            span = request.last_token - request.first_token
+            self.tpot.append(span / (len(request.tokens) - 1))
+
+    def note_step(self, memory: Hierarchy, seconds: float) -> None:
+        """Note one step's wall time and memory split."""
+        self.busy_seconds += seconds
+        optional = memory.optional_bytes()
+        self.optional_byte_steps += optional
+        used = memory.arena.frames.used * memory.arena.frame_bytes
+        self.required_peak = max(self.required_peak, used - optional)
+
+    def report(
+        self, steps: int, memory: Hierarchy, control: ControlLoop, weight_bytes: int
+    ) -> dict[str, Any]:
+        """JSON-ready. Rates speak of decode; prompt retrieval is under ``prefill``."""
+        decode, usage = memory.counters.decode, memory.usage()
+        seconds = self.busy_seconds
+        return {
+            "selected_rows": decode.selected_rows,
+            "unique_rows": decode.unique_rows,
+            "fetched_rows": decode.fetched_rows,
+            "staged_rows": decode.staged_rows,
+            "refetched_rows": decode.refetched_rows,
+            "miss_rate": decode.miss_rate,
+            "miss_rate_selected": decode.miss_rate_selected,
+            "host_to_device_bytes": decode.host_to_device_bytes,
+            "device_to_host_bytes": memory.counters.device_to_host_bytes,
+            "device_kv_bytes_peak": memory.arena.frames.peak * memory.arena.frame_bytes,
+            "required_bytes": self.required_peak,
+            "optional_bytes_mean": self.optional_byte_steps / steps if steps else 0.0,
+            "staging_bytes": usage.staging,
+            "ring_bytes": 0,
+            "weight_bytes": weight_bytes,
+            "release_steps": memory.counters.release_steps,
+            "request_waves": memory.counters.request_waves,
+            "steps": steps,
+            "generated_tokens": self.generated_tokens,
+            "tokens_per_s": self.generated_tokens / seconds if seconds else 0.0,
+            "goodput_tokens_per_s": None,
+            "tpot_ms": percentiles_ms(self.tpot),
+            "ttft_ms": percentiles_ms(self.ttft),
+            "accepted_length": None,
+            "controller_decisions": control.decisions,
+            "controller_projections": control.projections,
+            "controller_fallbacks": control.fallbacks,
+            "preemptions": 0,
+            "deferred_admissions": dict(self.deferred),
+            "prefill": {
+                "selected_rows": memory.counters.prefill.selected_rows,
+                "unique_rows": memory.counters.prefill.unique_rows,
+                "fetched_rows": memory.counters.prefill.fetched_rows,
+                "host_to_device_bytes": memory.counters.prefill.host_to_device_bytes,
+            },
+            "moved_bytes": memory.counters.moved_bytes,
+        }

@@ -1,0 +1,143 @@
+"""One request: its state, its tokens, its output."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpolicy.config import SamplingParams
+from kvpolicy.errors import IntegrityError
+from kvpolicy.sampling import choose_token
+
+
+class State(Enum):
+    """Life of a request. WAITING -> PREFILL -> DECODE -> FINISHED; any may go to FINISHED."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+_NEXT = {
+    State.WAITING: {State.PREFILL, State.FINISHED},
+    State.PREFILL: {State.DECODE, State.FINISHED},
+    State.DECODE: {State.FINISHED},
+    State.FINISHED: set(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What a request gave. prompt_tokens: a count. text: without the stop text, bad UTF-8 replaced.
+
+    finish_reason: stop, length, cancelled or error. logits_sha256: over the float32 bytes of the
+    logits row that decided each token, in order.
+    """
+
+    id: int
+    prompt_tokens: int
+    tokens: list[int]
+    text: str
+    finish_reason: str
+    logits_sha256: str
+
+    def to_dict(self, fingerprint: bool = False) -> dict[str, Any]:
+        """Ready for JSON; the fingerprint only where asked for."""
+        values: dict[str, Any] = {
+            "id": self.id,
+            "prompt_tokens": self.prompt_tokens,
+            "tokens": self.tokens,
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+        }
+        if fingerprint:
+            values["logits_sha256"] = self.logits_sha256
+        return values
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request inside the engine. computed: tokens whose rows are committed."""
+
+    id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    eos: tuple[int, ...]
+    arrived_step: int
+    arrived: float = field(default_factory=time.perf_counter)
+    state: State = State.WAITING
+    admitted_step: int = 0
+    computed: int = 0
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    first_token: float | None = None
+    last_token: float | None = None
+    _text: bytearray = field(default_factory=bytearray)
+    _digest: Any = field(default_factory=hashlib.sha256)
+
+    def move(self, state: State) -> None:
+        """Change state; IntegrityError on a transition that does not exist."""
+        if state not in _NEXT[self.state]:
+            raise IntegrityError(f"request {self.id}: {self.state.value} -> {state.value}")
+        self.state = state
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens that can ever be in the context."""
+        return len(self.prompt) + self.params.max_new_tokens
+
+    def token_at(self, position: int) -> int:
+        """Token id at a position of prompt + generation."""
+        past = position - len(self.prompt)
+        return self.prompt[position] if past < 0 else self.tokens[past]
+
+    def take(self, row: NDArray[np.float32]) -> int | None:
+        """Choose the next token from its logits and note it; finish where it ends the request.
+
+        Returns the token, or None if the row is not finite (finish_reason error).
+        """
+        if not np.isfinite(row).all():
+            self.finish("error")
+            return None
+        token = choose_token(row, self.params, len(self.prompt) + len(self.tokens))
+        self._digest.update(row.tobytes())
+        self.tokens.append(token)
+        self.last_token = time.perf_counter()
+        self.first_token = self.first_token or self.last_token
+        if token < 256:
+            self._text.append(token)
+        if token in self.eos or self._hit_stop():
+            self.finish("stop")
+        elif len(self.tokens) >= self.params.max_new_tokens:
+            self.finish("length")
+        return token
+
+    def _hit_stop(self) -> bool:
+        """Cut the text where a stop text has just been completed."""
+        ends = [s for s in self.params.stop_bytes() if self._text.endswith(s)]
+        if ends:
+            del self._text[-max(len(s) for s in ends) :]
+        return bool(ends)
+
+    def finish(self, reason: str) -> None:
+        """End the request. Memory is the engine's to free."""
+        self.move(State.FINISHED)
+        self.finish_reason = reason
+
+    def output(self) -> RequestOutput:
+        """The output as of now (final once the request has finished)."""
+        return RequestOutput(
+            id=self.id,
+            prompt_tokens=len(self.prompt),
+            tokens=list(self.tokens),
+            text=self._text.decode("utf-8", errors="replace"),
+            finish_reason=self.finish_reason,
+            logits_sha256=self._digest.hexdigest(),
+        )

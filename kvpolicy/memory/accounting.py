@@ -1,0 +1,60 @@
+"""The one accounting function: how many frames anything takes, before it is allocated.
+
+Admission, projection and the usage report all ask here, and a test holds the answers against what
+the frame allocator really handed out. Free of torch operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpolicy.memory.extents import ExtentAllocator
+from kvpolicy.memory.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Frames shared by all requests: staging and in-flight rows.
+
+    staging_rows: transient records of the widest store. inflight_rows: rows of one step.
+    """
+
+    staging_rows: int
+    inflight_rows: int
+
+
+def staging_frames(layout: Layout, reserve: Reserve) -> int:
+    """Frames of the staging area: every store must find ``staging_rows`` records in it."""
+    return max(store.record.frames(reserve.staging_rows) for store in layout.stores)
+
+
+def inflight_frames(layout: Layout, reserve: Reserve) -> int:
+    """Frames of the in-flight rows of all stores and pinned sets."""
+    items = [*(s.record for s in layout.stores), *(p.record for p in layout.pinned)]
+    return sum(item.frames(reserve.inflight_rows) for item in items)
+
+
+def request_frames(layout: Layout, max_tokens: int) -> int:
+    """Required frames of one request, hot floor excluded: index keys, slot maps, pinned rows."""
+    entries = [(store, store.store.entries(max_tokens)) for store in layout.stores]
+    growing = sum(s.key.frames(n) + s.slot_map.frames(n) for s, n in entries)
+    return growing + sum(p.record.frames(p.rows) for p in layout.pinned)
+
+
+def hot_frames(layout: Layout, rows: tuple[int, ...], max_tokens: int) -> int:
+    """Frames of one request's hot caches. rows: per store; at or above all entries means full."""
+    total = 0
+    for store, wanted in zip(layout.stores, rows, strict=True):
+        entries = store.store.entries(max_tokens)
+        total += store.hot_frames(min(wanted, entries), wanted >= entries)
+    return total
+
+
+def host_bytes(layout: Layout, max_tokens: int) -> int:
+    """Host bytes of one request: every record and index key, each array on its own cache line."""
+    total = 0
+    for store in layout.stores:
+        entries = store.store.entries(max_tokens)
+        total += ExtentAllocator.rounded(entries * store.record.bytes)
+        total += ExtentAllocator.rounded(entries * store.key.bytes)
+    return max(total, 1)

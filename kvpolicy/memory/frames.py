@@ -1,0 +1,91 @@
+"""Frame allocator of the device arena: who owns which frame. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+from kvpolicy.errors import CapacityError, IntegrityError
+
+
+class FrameAllocator:
+    """Hands out equal frames of one arena, lowest number first, and remembers each owner.
+
+    Deterministic: the same calls give the same frames. All operations are all-or-nothing.
+    """
+
+    def __init__(self, num_frames: int) -> None:
+        if num_frames < 0:
+            raise ValueError(f"num_frames = {num_frames}: must be 0 or more")
+        self.num_frames = num_frames
+        # Kept sorted from high to low, so that pop() gives the lowest free frame in O(1).
+        self._free = list(range(num_frames - 1, -1, -1))
+        self._owner: dict[int, Hashable] = {}
+        self._peak = 0
+
+    @property
+    def free(self) -> int:
+        """Frames nobody owns."""
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        """Frames somebody owns."""
+        return self.num_frames - len(self._free)
+
+    @property
+    def peak(self) -> int:
+        """Most frames ever in use at once."""
+        return self._peak
+
+    def allocate(self, count: int, owner: Hashable) -> list[int]:
+        """``count`` frames for ``owner``, or CapacityError and no change."""
+        if count < 0:
+            raise ValueError(f"count = {count}: must be 0 or more")
+        if count > len(self._free):
+            raise CapacityError(
+                "device",
+                f"{count} frames wanted for {owner}, {len(self._free)} of {self.num_frames} free",
+            )
+        frames = [self._free.pop() for _ in range(count)]
+        for frame in frames:
+            self._owner[frame] = owner
+        self._peak = max(self._peak, self.used)
+        return frames
+
+    def release(self, frames: Iterable[int], owner: Hashable) -> None:
+        """Give frames back. IntegrityError if ``owner`` does not own one of them; then no change."""
+        frames = list(frames)
+        for frame in frames:
+            if self._owner.get(frame) != owner:
+                holder = self._owner.get(frame)
+                raise IntegrityError(f"frame {frame} is released by {owner}, owned by {holder}")
+        if len(set(frames)) != len(frames):
+            raise IntegrityError(f"{owner} releases a frame twice in one call")
+        for frame in frames:
+            del self._owner[frame]
+        if frames:
+            self._free = sorted([*self._free, *frames], reverse=True)
+
+    def owned_by(self, owner: Hashable) -> int:
+        """How many frames ``owner`` holds. O(frames in use)."""
+        return sum(1 for held in self._owner.values() if held == owner)
+
+    def owners(self) -> dict[Hashable, int]:
+        """Frames held, by owner."""
+        count: dict[Hashable, int] = {}
+        for owner in self._owner.values():
+            count[owner] = count.get(owner, 0) + 1
+        return count
+
+    def check_integrity(self) -> None:
+        """IntegrityError unless every frame is exactly free or owned, once."""
+        free = set(self._free)
+        if len(free) != len(self._free):
+            raise IntegrityError("a frame is twice in the free list")
+        if self._free != sorted(self._free, reverse=True):
+            raise IntegrityError("the free list lost its order")
+        both = free & self._owner.keys()
+        if both:
+            raise IntegrityError(f"frames {sorted(both)[:8]} are free and owned")
+        if free | self._owner.keys() != set(range(self.num_frames)):
+            raise IntegrityError("a frame is neither free nor owned")

@@ -1,0 +1,58 @@
+"""The host pool: every committed row and index key of every request, the source of truth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpolicy.errors import CapacityError
+from kvpolicy.memory import accounting
+from kvpolicy.memory.extents import Extent, ExtentAllocator
+from kvpolicy.memory.layout import Item, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class HostRegion:
+    """One request's share of the pool, contiguous.
+
+    rows, keys: per store, [entries, layers, width] and [entries, width], views of the pool.
+    """
+
+    extent: Extent
+    rows: tuple[Tensor, ...]
+    keys: tuple[Tensor, ...]
+
+
+class HostPool:
+    """``capacity`` bytes of host memory, page-locked where ``pinned``."""
+
+    def __init__(self, capacity: int, layout: Layout, pinned: bool) -> None:
+        self.layout = layout
+        self.extents = ExtentAllocator(capacity)
+        try:
+            self._buffer = torch.empty(capacity, dtype=torch.uint8, pin_memory=pinned)
+        except RuntimeError as error:
+            raise CapacityError("host", f"{capacity} bytes: {str(error).splitlines()[0]}") from None
+
+    def reserve(self, max_tokens: int) -> HostRegion:
+        """Room for ``max_tokens`` tokens of one request, or CapacityError and no change."""
+        extent = self.extents.allocate(accounting.host_bytes(self.layout, max_tokens))
+        rows: list[Tensor] = []
+        keys: list[Tensor] = []
+        offset = extent.start
+        for store in self.layout.stores:
+            entries = store.store.entries(max_tokens)
+            for item, into in ((store.record, rows), (store.key, keys)):
+                into.append(self._array(offset, entries, item))
+                offset += ExtentAllocator.rounded(entries * item.bytes)
+        return HostRegion(extent, tuple(rows), tuple(keys))
+
+    def _array(self, offset: int, entries: int, item: Item) -> Tensor:
+        raw = self._buffer[offset : offset + entries * item.bytes]
+        return raw.view(item.dtype).view(entries, *item.shape)
+
+    def release(self, region: HostRegion) -> None:
+        """Give a region back; its views must not be used any more."""
+        self.extents.release(region.extent)

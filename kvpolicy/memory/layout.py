@@ -1,0 +1,120 @@
+"""How a geometry's rows, keys and maps lie in frames: item shapes, dtypes, and frame arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvpolicy.errors import UserError
+from kvpolicy.models.geometry import Geometry, Pinned, RowStore, Selector, paired_index_dtype
+
+TORCH_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+INT_BYTES = 4
+# Two int32 per hot slot: the entry in it and the stamp of its last use.
+META_WIDTH = 2
+# A frame holds at least this many of the widest record: the unused tail of a frame (less than one
+# record) then stays under 1/12 of it.
+RECORDS_PER_FRAME = 12
+SMALLEST_FRAME = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One kind of item of a table: its shape and dtype, and how many fit a frame."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    per_frame: int
+
+    @property
+    def bytes(self) -> int:
+        """Payload bytes of one item."""
+        return _item_bytes(self.shape, self.dtype)
+
+    def frames(self, items: int) -> int:
+        """Frames that a table of ``items`` items takes."""
+        return -(-items // self.per_frame)
+
+
+def _item_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLayout:
+    """One row store: records [layers, width], index keys [width], map and slot metadata."""
+
+    store: RowStore
+    index: int
+    record: Item
+    key: Item
+    slot_map: Item
+    meta: Item
+
+    def hot_frames(self, rows: int, full: bool) -> int:
+        """Frames of a hot cache of ``rows`` records; a full one is the identity and has no metadata."""
+        return self.record.frames(rows) + (0 if full else self.meta.frames(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedLayout:
+    """One pinned set: a ring of records [layers, width] per request."""
+
+    pinned: Pinned
+    record: Item
+    rows: int
+
+
+class Layout:
+    """All item layouts of one geometry in one KV dtype.
+
+    frame_bytes: size of a frame. stores, pinned: in the geometry's order.
+    """
+
+    def __init__(self, geometry: Geometry, kv_dtype: str) -> None:
+        if kv_dtype not in TORCH_DTYPES:
+            raise UserError(f"kv_dtype = {kv_dtype!r}: this backend has {', '.join(TORCH_DTYPES)}")
+        self.geometry = geometry
+        self.kv_dtype = kv_dtype
+        self.dtype = TORCH_DTYPES[kv_dtype]
+        self.key_dtype = TORCH_DTYPES[paired_index_dtype(kv_dtype)]
+        widest = max(store.record_bytes(kv_dtype) for store in geometry.stores)
+        self.frame_bytes = SMALLEST_FRAME
+        while self.frame_bytes < RECORDS_PER_FRAME * widest:
+            self.frame_bytes *= 2
+        self.stores = tuple(self._store(i, store) for i, store in enumerate(geometry.stores))
+        self.pinned = tuple(self._pinned(pinned) for pinned in geometry.pinned)
+        self._by_name = {layout.store.name: layout for layout in self.stores}
+        self.topk = max(selector.topk for selector in geometry.selectors)
+
+    def of(self, selector: Selector) -> StoreLayout:
+        """The layout of the store that a selector reads."""
+        return self._by_name[selector.store]
+
+    def item(self, shape: tuple[int, ...], dtype: torch.dtype) -> Item:
+        """An item kind of this arena. ValueError if one item exceeds a frame."""
+        per_frame = self.frame_bytes // _item_bytes(shape, dtype)
+        if per_frame < 1:
+            raise ValueError(f"an item of shape {shape} does not fit a frame of {self.frame_bytes} B")
+        return Item(shape, dtype, per_frame)
+
+    def _store(self, index: int, store: RowStore) -> StoreLayout:
+        return StoreLayout(
+            store=store,
+            index=index,
+            record=self.item((store.n_layers, store.row_width), self.dtype),
+            key=self.item((store.index_key_width,), self.key_dtype),
+            slot_map=self.item((), torch.int32),
+            meta=self.item((META_WIDTH,), torch.int32),
+        )
+
+    def _pinned(self, pinned: Pinned) -> PinnedLayout:
+        if pinned.rows_per_request is None:
+            raise UserError(f"pinned {pinned.name!r} grows with the context: not in this backend yet")
+        width = pinned.bytes_per_row(self.kv_dtype) // len(pinned.layers) // self.dtype.itemsize
+        item = self.item((len(pinned.layers), width), self.dtype)
+        return PinnedLayout(pinned, item, pinned.rows_per_request)

@@ -1,0 +1,197 @@
+"""The memory as a model sees it during one step: in-flight rows in, index keys in, retrieved rows out.
+
+A step computes *rows* (one per token) of several requests; a :class:`Segment` is one request's
+consecutive rows. Rows computed now are *in flight*: visible to later rows of the same request in
+the same step, and to nobody else, until :meth:`kvpolicy.memory.hierarchy.Hierarchy.commit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpolicy.errors import IntegrityError
+from kvpolicy.kernels.paging import gather, scatter
+from kvpolicy.memory.arena import Arena, Table
+from kvpolicy.memory.counters import MemoryCounters
+from kvpolicy.memory.layout import Layout, PinnedLayout, StoreLayout
+from kvpolicy.memory.request import RequestMemory
+from kvpolicy.memory.retrieval import Retriever, Wave
+from kvpolicy.models.geometry import Selector
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """``count`` consecutive rows of one request: rows start..start+count-1 of the step.
+
+    position: of the first row. decode: rows that extend a generation (else prompt rows).
+    last_prompt_row: the prompt ends with this segment.
+    """
+
+    request_id: int
+    start: int
+    count: int
+    position: int
+    decode: bool
+    last_prompt_row: bool = False
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTables:
+    """Frames that every step uses in turn: staging, and in-flight rows per store and pinned set."""
+
+    staging: tuple[Table, ...]
+    inflight: tuple[Table, ...]
+    inflight_pinned: tuple[Table, ...]
+
+
+class StepMemory:
+    """One step's access to the hierarchy. Made by ``Hierarchy.begin_step``, used once.
+
+    positions: int64 [n], the position of every row, on the device.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        arena: Arena,
+        tables: SharedTables,
+        requests: Sequence[RequestMemory],
+        segments: Sequence[Segment],
+        step: int,
+        counters: MemoryCounters,
+    ) -> None:
+        self.layout = layout
+        self.tables = tables
+        self.requests = tuple(requests)
+        self.segments = tuple(segments)
+        self.step = step
+        self.device = arena.device
+        self.rows = sum(segment.count for segment in segments)
+        spans = [torch.arange(s.position, s.position + s.count) for s in segments]
+        self.positions = torch.cat(spans).to(self.device) if spans else torch.zeros(0).long()
+        self._geometry = layout.geometry
+        self._index = torch.arange(self.rows, device=self.device)
+        self._views = [arena.view(store.record) for store in layout.stores]
+        self._selection: dict[str, Tensor] = {}
+        self._waves: dict[str, list[Wave]] = {}
+        self._latest: str | None = None
+        self._retriever = Retriever(self, arena, counters)
+
+    # --- rows and keys of this step --------------------------------------------------------------
+
+    def write_rows(self, layer: int, rows: Tensor) -> None:
+        """Put this step's rows of one layer in flight. rows: [n, width], one per row of the step."""
+        store = self._owner(layer)
+        view = self._views[store.index][..., store.store.layers.index(layer), :]
+        scatter(view, self.tables.inflight[store.index].paged.locate(self._index), rows)
+
+    def write_keys(self, layer: int, keys: Tensor) -> None:
+        """Index keys of this step's rows, for the store whose rows ``layer`` owns. [n, width].
+
+        A key is written when its entry is complete. Keys past the committed length are invisible
+        to every row but the later ones of this step, and overwritten when a row is rejected.
+        """
+        store = self._owner(layer)
+        per = store.store.tokens_per_entry
+        for request, segment in zip(self.requests, self.segments, strict=True):
+            own = slice(segment.start, segment.stop)
+            complete = (self.positions[own] + 1) % per == 0
+            entries = self.positions[own][complete] // per
+            request.keys[store.index].paged.put(entries, keys[own][complete])
+
+    def write_pinned(self, name: str, layer: int, rows: Tensor) -> None:
+        """Put rows of a pinned set in flight for one of its layers. rows: [n, width]."""
+        i, pinned = self._pinned(name)
+        table = self.tables.inflight_pinned[i].paged
+        view = table.view[..., pinned.pinned.layers.index(layer), :]
+        scatter(view, table.locate(self._index), rows)
+
+    def read_pinned(self, name: str, layer: int, segment: int, row: int) -> Tensor:
+        """The window that one row of a segment sees, oldest first, its own row last.
+
+        Returns [w, width] with w = min(position + 1, window).
+        """
+        i, pinned = self._pinned(name)
+        own = self.segments[segment]
+        at = pinned.pinned.layers.index(layer)
+        position = own.position + row
+        span = torch.arange(max(0, position - pinned.rows + 1), position + 1, device=self.device)
+        old, new = span[span < own.position], span[span >= own.position]
+        ring = self.requests[segment].pinned[i].paged
+        flight = self.tables.inflight_pinned[i].paged
+        parts = [ring.get(old % pinned.rows), flight.get(new - own.position + own.start)]
+        return torch.cat(parts)[:, at]
+
+    # --- selection -------------------------------------------------------------------------------
+
+    def visible(self, selector: Selector) -> Tensor:
+        """Entries that each row may choose from: int64 [n]; a row sees its own when it completes one."""
+        return (self.positions + 1) // self.layout.of(selector).store.tokens_per_entry
+
+    def keys(self, selector: Selector, segment: int) -> Tensor:
+        """Index keys that the last row of a segment sees, in entry order: [entries, width]."""
+        store = self.layout.of(selector)
+        own = self.segments[segment]
+        entries = store.store.entries(own.position + own.count)
+        return self.requests[segment].keys[store.index].paged.prefix(entries)
+
+    def select(self, selector: Selector, selection: Tensor) -> None:
+        """Publish the top-k of every row: int64 [n, k], ascending, -1 after the last one."""
+        if selector.name in self._selection:
+            raise IntegrityError(f"selector {selector.name!r} chose twice in one step")
+        self._selection[selector.name] = selection
+
+    def selection(self, selector: Selector) -> Tensor:
+        """What was published: int64 [n, k]."""
+        return self._selection[selector.name]
+
+    # --- retrieval -------------------------------------------------------------------------------
+
+    def waves(self, selector: Selector) -> Iterator[Wave]:
+        """The rows' selected records, in waves that fit staging; use each wave before the next.
+
+        The first call of a step looks up, admits and counts; later calls (other layers of the
+        group) reuse its result where it was one wave that nothing has overwritten since, and
+        otherwise fetch again without touching the hot cache.
+        """
+        known = self._waves.get(selector.name)
+        if known is not None and len(known) == 1 and self._latest == selector.name:
+            yield known[0]
+            return
+        done: list[Wave] = []
+        self._latest = selector.name
+        for wave in self._retriever.waves(selector, first=known is None):
+            done.append(wave)
+            yield wave
+        self._waves[selector.name] = done
+
+    def gather(self, layer: int, wave: Wave) -> Tensor:
+        """Rows of one layer for every query row of a wave: [m, k, width]."""
+        selector = self._geometry.selector_of_layer(layer)
+        at = self._geometry.row_of_layer(layer)
+        if selector is None or at is None:
+            raise ValueError(f"layer {layer} reads no store")
+        view = self._views[self.layout.of(selector).index][..., at, :]
+        return gather(view, wave.locations)
+
+    # --- look-ups --------------------------------------------------------------------------------
+
+    def _owner(self, layer: int) -> StoreLayout:
+        for store in self.layout.stores:
+            if layer in store.store.layers:
+                return store
+        raise ValueError(f"layer {layer} owns no rows")
+
+    def _pinned(self, name: str) -> tuple[int, PinnedLayout]:
+        for i, pinned in enumerate(self.layout.pinned):
+            if pinned.pinned.name == name:
+                return i, pinned
+        raise ValueError(f"no pinned set {name!r}")

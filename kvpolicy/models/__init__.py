@@ -1,0 +1,1 @@
+"""Models as the KV hierarchy sees them: geometry as data, presets with sources, KV arithmetic."""

@@ -1,0 +1,80 @@
+"""Reading a Hugging Face checkpoint folder: config.json and safetensors, every fault one clear line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kvpolicy.errors import UserError, unknown_name
+from kvpolicy.models.presets import preset_names
+
+EMBEDDED = {"tiny-dsa": "tiny_dsa"}
+"""Models shipped inside the package: name -> folder."""
+
+
+def checkpoint_folder(model: str) -> Path:
+    """The folder of an embedded model's name or of a path. UserError if there is none."""
+    if model in EMBEDDED:
+        return Path(str(files("kvpolicy.models").joinpath(EMBEDDED[model])))
+    path = Path(model)
+    if path.is_dir():
+        return path
+    if model in preset_names():
+        raise UserError(f"model {model!r} is a geometry without weights: running it is not available yet")
+    raise UserError(f"{unknown_name('model', model, EMBEDDED)}, or a checkpoint folder")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a checkpoint folder."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"checkpoint {str(folder)!r} has no config.json") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"checkpoint file {str(path)!r} is not readable JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"checkpoint file {str(path)!r} holds no JSON object")
+    return config
+
+
+def read_weights(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The named tensors, checked against ``shapes`` and converted.
+
+    UserError naming the file and the tensor if one is missing, has another shape, is unexpected,
+    holds a value that is not finite, or if the file is broken.
+    """
+    path = folder / "model.safetensors"
+    if not path.is_file():
+        raise UserError(f"checkpoint {str(folder)!r} has no model.safetensors")
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"checkpoint file {str(path)!r} is broken: {error}") from None
+    unexpected = sorted(set(found) - set(shapes))
+    if unexpected:
+        raise UserError(f"checkpoint file {str(path)!r}: unexpected tensor {unexpected[0]!r}")
+    weights: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        tensor = found.get(name)
+        if tensor is None:
+            raise UserError(f"checkpoint file {str(path)!r}: tensor {name!r} is missing")
+        if tuple(tensor.shape) != shape:
+            raise UserError(
+                f"checkpoint file {str(path)!r}: {name!r} has shape {tuple(tensor.shape)}, "
+                f"config.json asks for {shape}"
+            )
+        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+            raise UserError(f"checkpoint file {str(path)!r}: {name!r} holds values that are not finite numbers")
+        weights[name] = tensor.to(device=device, dtype=dtype).contiguous()
+    return weights

@@ -1,0 +1,243 @@
+"""GLM-5's sparse-attention decoder (MLA rows, lightning indexer, shared selections), dense MLPs.
+
+Reference backend: plain torch, float32, batch-invariant. The same equations as transformers'
+``GlmMoeDsaForCausalLM`` with the key/value up-projection absorbed into query and output
+(DeepSeek-V2, section 2.1.2), so that attention reads cached rows as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvpolicy.kernels.elementwise import apply_rope, layer_norm, rms_norm, rope_table, swiglu
+from kvpolicy.kernels.indexer import all_visible, index_scores, top_k
+from kvpolicy.kernels.sparse_mla import sparse_mla
+from kvpolicy.kernels.tiling import Tiling, choose_tiling
+from kvpolicy.memory.step import StepMemory
+from kvpolicy.models.checkpoint import read_config, read_weights
+from kvpolicy.models.dsa import from_hf_config
+from kvpolicy.models.geometry import Geometry, Selector
+from kvpolicy.models.glm_config import LATENT_EPS, GlmDsaConfig
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerWeights:
+    """Lightning indexer of a layer that chooses."""
+
+    wq_b: Tensor
+    wk: Tensor
+    norm: Tensor
+    norm_bias: Tensor
+    weights_proj: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. key_up [heads, nope, kv_rank] and value_up [heads, value, kv_rank]."""
+
+    attention_norm: Tensor
+    mlp_norm: Tensor
+    q_a: Tensor
+    q_norm: Tensor
+    q_b: Tensor
+    kv_a: Tensor
+    kv_norm: Tensor
+    key_up: Tensor
+    value_up: Tensor
+    o: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    indexer: IndexerWeights | None
+
+
+class GlmDsa:
+    """The model of one checkpoint on one device.
+
+    geometry: its KV geometry. vocab, bos, eos: token ids. weight_bytes: device bytes of weights.
+    """
+
+    def __init__(self, folder: Path, device: torch.device, name: str) -> None:
+        hf = read_config(folder)
+        self.geometry: Geometry = from_hf_config(hf, name=name)
+        self.config = GlmDsaConfig.from_hf(hf, self.geometry)
+        self.device = device
+        named = read_weights(folder, self.config.shapes(), device, torch.float32)
+        self.embedding = named["model.embed_tokens.weight"]
+        self.final_norm = named["model.norm.weight"]
+        self.head = self.embedding if self.config.tied else named["lm_head.weight"]
+        self.layers = [self._layer(named, layer) for layer in range(self.config.layers)]
+        self.weight_bytes = sum(w.numel() * w.element_size() for w in named.values())
+        self.rope = rope_table(
+            self.config.max_positions, self.config.rope, self.config.theta, device
+        )
+        linears = [(w.shape[1], w.shape[0]) for w in named.values() if w.dim() == 2]
+        linears += [(self.config.nope, self.config.kv_rank), (self.config.kv_rank, self.config.value)]
+        score = (self.config.index_heads, self.config.index_dim)
+        self.tiling: Tiling = choose_tiling(linears, [score], device)
+
+    @property
+    def vocab(self) -> int:
+        return self.config.vocab
+
+    @property
+    def bos(self) -> int | None:
+        return self.config.bos
+
+    @property
+    def eos(self) -> tuple[int, ...]:
+        return self.config.eos
+
+    def _layer(self, named: dict[str, Tensor], layer: int) -> LayerWeights:
+        cfg = self.config
+
+        def get(name: str) -> Tensor:
+            return named[f"model.layers.{layer}.{name}"]
+
+        up = get("self_attn.kv_b_proj.weight").view(cfg.heads, cfg.nope + cfg.value, cfg.kv_rank)
+        indexer = None
+        if layer in cfg.full_layers:
+            indexer = IndexerWeights(
+                wq_b=get("self_attn.indexer.wq_b.weight"),
+                wk=get("self_attn.indexer.wk.weight"),
+                norm=get("self_attn.indexer.k_norm.weight"),
+                norm_bias=get("self_attn.indexer.k_norm.bias"),
+                weights_proj=get("self_attn.indexer.weights_proj.weight"),
+            )
+        return LayerWeights(
+            attention_norm=get("input_layernorm.weight"),
+            mlp_norm=get("post_attention_layernorm.weight"),
+            q_a=get("self_attn.q_a_proj.weight"),
+            q_norm=get("self_attn.q_a_layernorm.weight"),
+            q_b=get("self_attn.q_b_proj.weight"),
+            kv_a=get("self_attn.kv_a_proj_with_mqa.weight"),
+            kv_norm=get("self_attn.kv_a_layernorm.weight"),
+            key_up=up[:, : cfg.nope].contiguous(),
+            value_up=up[:, cfg.nope :].transpose(1, 2).contiguous(),
+            o=get("self_attn.o_proj.weight"),
+            gate=get("mlp.gate_proj.weight"),
+            up=get("mlp.up_proj.weight"),
+            down=get("mlp.down_proj.weight"),
+            indexer=indexer,
+        )
+
+    # --- forward ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(self, tokens: Tensor, memory: StepMemory, wanted: Tensor) -> Tensor:
+        """One step. tokens: [n] int64, the rows of ``memory.segments``; wanted: rows whose logits
+        are needed, int64 [m]. Returns logits [m, vocab] float32. Row by row, the bits do not
+        depend on the other rows of the step."""
+        hidden = self.embedding[tokens]
+        for number, layer in enumerate(self.layers):
+            hidden = hidden + self._attention(number, layer, hidden, memory)
+            hidden = self.tiling.map_rows(lambda x, w=layer: x + self._mlp(w, x), hidden)
+        return self.tiling.map_rows(self._logits, hidden[wanted])
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return F.linear(rms_norm(x, self.final_norm, self.config.eps), self.head)
+
+    def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
+        x = rms_norm(x, layer.mlp_norm, self.config.eps)
+        return F.linear(swiglu(F.linear(x, layer.gate), F.linear(x, layer.up)), layer.down)
+
+    def _attention(
+        self, number: int, layer: LayerWeights, hidden: Tensor, memory: StepMemory
+    ) -> Tensor:
+        cfg, tiling = self.config, self.tiling
+        positions = memory.positions
+        x = tiling.map_rows(lambda h: rms_norm(h, layer.attention_norm, cfg.eps), hidden)
+        latent_q = tiling.map_rows(
+            lambda h: rms_norm(F.linear(h, layer.q_a), layer.q_norm, LATENT_EPS), x
+        )
+        memory.write_rows(number, self._rows(layer, x, positions))
+        selector = self.geometry.selector_of_layer(number)
+        assert selector is not None  # every DSA layer reads a store
+        if layer.indexer is not None:
+            self._select(number, layer.indexer, selector, x, latent_q, memory)
+        query = self._query(layer, latent_q, positions)
+        out = torch.empty(query.shape[0], cfg.heads, cfg.kv_rank, device=self.device)
+        scale = (cfg.nope + cfg.rope) ** -0.5
+        for wave in memory.waves(selector):
+            rows = memory.gather(number, wave).float()
+            own = slice(wave.start, wave.stop)
+            out[own] = sparse_mla(query[own], rows, wave.valid, cfg.kv_rank, scale, tiling)
+
+        def output(latent: Tensor) -> Tensor:
+            value = torch.einsum("nhc,hcv->nhv", latent, layer.value_up)
+            return F.linear(value.flatten(1), layer.o)
+
+        return tiling.map_rows(output, out)
+
+    def _rows(self, layer: LayerWeights, x: Tensor, positions: Tensor) -> Tensor:
+        """KV rows of this step: [n, kv_rank + rope], latent normalised, key part rotated."""
+
+        def project(h: Tensor) -> Tensor:
+            latent, key = F.linear(h, layer.kv_a).split([self.config.kv_rank, self.config.rope], -1)
+            return torch.cat([rms_norm(latent, layer.kv_norm, LATENT_EPS), key], dim=-1)
+
+        latent, key = self.tiling.map_rows(project, x).split(
+            [self.config.kv_rank, self.config.rope], dim=-1
+        )
+        return torch.cat([latent, apply_rope(key, self.rope, positions)], dim=-1)
+
+    def _query(self, layer: LayerWeights, latent_q: Tensor, positions: Tensor) -> Tensor:
+        """Queries in row space: [n, heads, kv_rank + rope]."""
+        cfg = self.config
+
+        def project(h: Tensor) -> Tensor:
+            q = F.linear(h, layer.q_b).view(h.shape[0], cfg.heads, cfg.nope + cfg.rope)
+            absorbed = torch.einsum("nhd,hdc->nhc", q[..., : cfg.nope], layer.key_up)
+            return torch.cat([absorbed, q[..., cfg.nope :]], dim=-1)
+
+        query = self.tiling.map_rows(project, latent_q)
+        turned = apply_rope(query[..., cfg.kv_rank :], self.rope, positions)
+        return torch.cat([query[..., : cfg.kv_rank], turned], dim=-1)
+
+    # --- selection -------------------------------------------------------------------------------
+
+    def _select(
+        self,
+        number: int,
+        weights: IndexerWeights,
+        selector: Selector,
+        x: Tensor,
+        latent_q: Tensor,
+        memory: StepMemory,
+    ) -> None:
+        cfg, tiling = self.config, self.tiling
+        keys = tiling.map_rows(
+            lambda h: layer_norm(F.linear(h, weights.wk), weights.norm, weights.norm_bias, LATENT_EPS),
+            x,
+        )
+        memory.write_keys(number, self._turn_front(keys, memory.positions))
+        q = tiling.map_rows(lambda h: F.linear(h, weights.wq_b), latent_q)
+        q = self._turn_front(q.view(-1, cfg.index_heads, cfg.index_dim), memory.positions)
+        head_weights = tiling.map_rows(
+            lambda h: F.linear(h, weights.weights_proj) * cfg.index_heads**-0.5, x
+        )
+        visible = memory.visible(selector)
+        selection = all_visible(visible, selector.topk)
+        for i, segment in enumerate(memory.segments):
+            if segment.position + segment.count <= selector.topk:
+                continue  # every row sees at most k entries: it takes them all
+            own = slice(segment.start, segment.stop)
+            scores = index_scores(
+                q[own],
+                head_weights[own],
+                memory.keys(selector, i).float(),
+                cfg.index_dim**-0.5,
+                tiling,
+            )
+            selection[own] = top_k(scores, visible[own], selector.topk)
+        memory.select(selector, selection)
+
+    def _turn_front(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotary embedding of the first ``rope`` values of the last dimension."""
+        turned = apply_rope(x[..., : self.config.rope], self.rope, positions)
+        return torch.cat([turned, x[..., self.config.rope :]], dim=-1)

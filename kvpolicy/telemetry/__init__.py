@@ -1,0 +1,1 @@
+"""What happened: run records and latency statistics."""

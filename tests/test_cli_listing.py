@@ -1,0 +1,50 @@
+"""`kvpolicy list`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from kvpolicy import controllers
+from kvpolicy.cli.listing import EVICTIONS
+from kvpolicy.cli.main import app
+from kvpolicy.kernels.eviction import RULES
+from kvpolicy.models.presets import preset_names
+
+KINDS = ["controllers", "evictions", "drafters", "models", "workloads", "environments"]
+
+
+def test_json_holds_every_registered_name() -> None:
+    result = CliRunner().invoke(app, ["list", "--json"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    found = json.loads(result.stdout)
+    assert list(found) == KINDS
+    names = {kind: [entry["name"] for entry in entries] for kind, entries in found.items()}
+    assert names["controllers"] == list(controllers.names())
+    assert names["evictions"] == list(RULES)
+    assert names["drafters"] == ["none"]
+    assert names["models"] == list(preset_names())
+    assert names["workloads"] == names["environments"] == []
+    assert all(e["description"] for entries in found.values() for e in entries)
+
+
+def test_every_eviction_rule_is_described() -> None:
+    assert set(EVICTIONS) == set(RULES)
+
+
+def test_text_has_one_line_per_name() -> None:
+    result = CliRunner().invoke(app, ["list"])
+    lines = result.stdout.splitlines()
+    assert [line for line in lines if line and not line.startswith(" ")] == KINDS
+    first_words = [line.split()[0] for line in lines if line.startswith("  ")]
+    for name in (*controllers.names(), *RULES, *preset_names()):
+        assert name in first_words
+
+
+def test_output_file(tmp_path: Path) -> None:
+    target = tmp_path / "names.json"
+    result = CliRunner().invoke(app, ["list", "--output", str(target)])
+    assert result.exit_code == 0
+    assert list(json.loads(target.read_text())) == KINDS
