@@ -21,7 +21,7 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor, scale: float, tiling:
     q: [n, heads, d], weights: [n, heads], keys: [T, d], all float32 -> [n, T] float32.
     Heads are added one after the other, so the order does not depend on n or T.
     """
-    n, heads, dim = q.shape
+    _, heads, dim = q.shape
     count = keys.shape[0]
     padded = -(-count // tiling.keys) * tiling.keys
     keys = F.pad(keys, (0, 0, 0, padded - count))
@@ -57,7 +57,7 @@ def top_k(scores: Tensor, visible: Tensor, k: int) -> Tensor:
     scores: [n, T] float32, visible: [n] int64 (entries 0..visible-1 may be chosen), k: entries.
     Returns int64 [n, k]; rows with fewer than k visible entries end in -1.
     """
-    n, count = scores.shape
+    count = scores.shape[1]
     entries = torch.arange(count, device=scores.device)
     keys = sortable_key(scores, entries)
     lowest = torch.iinfo(torch.int64).min

@@ -117,7 +117,9 @@ def _field_names(kind: type[BaseModel]) -> list[str]:
     return [field.alias or name for name, field in kind.model_fields.items()]
 
 
-def _user_error(kind: type[BaseModel], values: Mapping[str, Any], error: ValidationError) -> UserError:
+def _user_error(
+    kind: type[BaseModel], values: Mapping[str, Any], error: ValidationError
+) -> UserError:
     """The first complaint of pydantic as one line: field, value, what is allowed."""
     first = error.errors()[0]
     name = str(first["loc"][0]) if first["loc"] else kind.__name__

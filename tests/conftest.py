@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("full" if config.getoption("--full") else "ci")
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # tiny operators: a second thread only waits
 
 
 def _has_triton() -> bool:

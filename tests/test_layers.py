@@ -15,16 +15,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# First part of the name below kvpolicy -> rank. "" is kvpolicy/__init__.py, the public names.
+# Name below kvpolicy -> rank; the longest name that fits counts. "" is kvpolicy/__init__.py, the
+# public names. A model's geometry lies below the memory, its forward pass above.
 RANK = {
     "errors": 0,
     "telemetry": 1,
     "models": 2,
     "memory": 3,
-    "sampling": 3,
+    "models.glm_dsa": 4,
+    "models.loader": 4,
     "control": 4,
     "controllers": 5,
     "config": 6,
+    "sampling": 6,
     "engine": 7,
     "": 8,
     "cli": 9,
@@ -108,14 +111,17 @@ def imports(module: str, file: Path) -> Iterator[tuple[int, str]]:
 
 
 def rank(module: str) -> int:
-    first = module.partition(".")[2].partition(".")[0]
-    assert first in RANK, f"{module}: give {first!r} a rank in tests/test_layers.py"
-    return RANK[first]
+    name = module.partition(".")[2]
+    while name not in RANK and "." in name:
+        name = name.rpartition(".")[0]
+    assert name in RANK, f"{module}: give {name!r} a rank in tests/test_layers.py"
+    return RANK[name]
 
 
 @pytest.mark.parametrize("module", SOURCES)
 def test_imports_keep_to_the_layers(module: str) -> None:
     file, package = SOURCES[module], package_of(module)
+    own_rank = rank(module) if package == "kvpolicy" else 0
     wrong = []
     for line, name in imports(module, file):
         top = name.partition(".")[0]
@@ -124,7 +130,7 @@ def test_imports_keep_to_the_layers(module: str) -> None:
             if other != package:
                 if other not in MAY_IMPORT[package]:
                     wrong.append(f"{file}:{line}: {package} must not import {other} ({name})")
-            elif package == "kvpolicy" and rank(name) > rank(module):
+            elif package == "kvpolicy" and rank(name) > own_rank:
                 wrong.append(f"{file}:{line}: {module} must not import {name}, of a higher rank")
         elif package not in ONLY_IN.get(top, {package}):
             wrong.append(f"{file}:{line}: {package} must not import {top}")
@@ -139,14 +145,6 @@ def test_top_level_names_are_not_imported() -> None:
             assert top not in {"kernels", "env", "agents"}, f"{file}:{line}: {name}"
 
 
-def test_the_reference_kernels_need_no_triton() -> None:
-    file = ROOT / "kernels" / "reference.py"
-    if not file.exists():
-        pytest.skip("no kernels/reference.py")
-    names = {name.partition(".")[0] for _, name in imports("kvpolicy.kernels.reference", file)}
-    assert "triton" not in names
-
-
 def test_the_table_has_no_idle_rows() -> None:
-    parts = {m.partition(".")[2].partition(".")[0] for m in SOURCES if package_of(m) == "kvpolicy"}
-    assert set(RANK) - parts <= {"__main__", "sampling", "telemetry"}
+    names = {module.partition(".")[2] for module in SOURCES if package_of(module) == "kvpolicy"}
+    assert set(RANK) - names <= {"__main__"}

@@ -1,7 +1,7 @@
 """Check every Triton kernel against plain torch; on a GPU also at a training shape.
 
-    TRITON_INTERPRET=1 python training/check.py     # on a CPU, micro size
-    python training/check.py                        # on a GPU
+TRITON_INTERPRET=1 python training/check.py     # on a CPU, micro size
+python training/check.py                        # on a GPU
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def split_book(source: Source, name: str, content: bytes) -> list[Document]:
 
 
 def choose_held_out(documents: list[Document]) -> list[Document]:
-    """The held-out files: per kind the first in sha256 order of their paths that are long enough."""
+    """The held-out files: of each kind the long enough ones first in sha256 order of paths."""
     chosen = []
     for kind, count in HELD_OUT_COUNTS.items():
         long = [d for d in documents if d.kind == kind and len(d.content) >= HELD_OUT_BYTES]

@@ -28,11 +28,12 @@ def project(
     x: Tensor, ln: Tensor, q_a: Tensor, q_norm: Tensor, q_b: Tensor, kv_a: Tensor,
     kv_norm: Tensor, cos: Tensor, sin: Tensor, heads: int, nope: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Residual x [N, d] fp32 -> h [N, d], q_res, qn [N, H, nope], qr, latent c [N, L], kr [N, R]."""
+    """x [N, d] fp32 -> h [N, d], q_res, qn [N, H, nope], qr, latent c [N, L], kr [N, R]."""
     h = rms_norm(x, ln).to(q_a.dtype)
     q_res = rms_norm(F.linear(h, q_a), q_norm)
     q = F.linear(q_res, q_b).view(x.shape[0], heads, -1)
-    latent, rotary = F.linear(h, kv_a).split([kv_norm.shape[0], kv_a.shape[0] - kv_norm.shape[0]], 1)
+    width = kv_norm.shape[0]
+    latent, rotary = F.linear(h, kv_a).split([width, kv_a.shape[0] - width], 1)
     qr = rope(q[..., nope:], cos[:, None], sin[:, None])
     c = rms_norm(latent, kv_norm)
     return h, q_res, q[..., :nope].contiguous(), qr, c, rope(rotary, cos, sin)

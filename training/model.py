@@ -187,7 +187,7 @@ def sparse_target(
     ql: Tensor, qr: Tensor, c: Tensor, kr: Tensor, idx: Tensor, flat: Tensor, base: Tensor,
     scale: float,
 ) -> Tensor:  # fmt: skip
-    """Head-mean attention [M, k] of the rows `flat` [M] over their selected positions idx [M, k]."""
+    """Head-mean attention [M, k] of the rows `flat` [M] over their selection idx [M, k]."""
     s = ql[flat] @ reference.gather_rows(c, idx, base).transpose(1, 2)
     s = s + qr[flat] @ reference.gather_rows(kr, idx, base).transpose(1, 2)
     s = (s.float() * scale).masked_fill((idx < 0)[:, None], float("-inf"))

@@ -24,7 +24,7 @@ __all__ = ["CONTROLLERS", "DemoPrompt", "demo_command", "demo_prompts"]
 CONTROLLERS = ("resident", "hisparse", "hisparse:device_buffer_rows=128")
 
 _PROMPTS = 4
-_SMALLEST, _LARGEST = 2048, 4096  # bytes: long enough that a cache of 256 rows misses
+_SMALLEST, _LARGEST = 2048, 3072  # bytes: long enough that a cache of 256 rows misses
 _SKIP = 4096  # bytes at the head of each file: licences and imports
 _TAIL_CHARACTERS = 240
 _RULE_WIDTH = 72
@@ -39,7 +39,7 @@ class DemoPrompt:
 
 
 def demo_prompts() -> list[DemoPrompt]:
-    """Whole lines from the middle of four held-out files, 2 to 4 KB each."""
+    """Whole lines from the middle of four held-out files, 2 to 3 KB each."""
     folder = files("kvpolicy.models").joinpath("tiny_dsa", "heldout")
     texts = sorted((f for f in folder.iterdir() if f.name.endswith(".txt")), key=lambda f: f.name)
     if len(texts) < _PROMPTS:

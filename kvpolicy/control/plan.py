@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Union
 
 from kvpolicy.control.observation import Observation
 
 FULL = float("inf")
 """A target at or above everything a request can have: fully resident."""
 
-Target = Union[float, Sequence[float]]
+Target = float | Sequence[float]
 """Hot rows of a request: one number for every store, or one number per store, in store order."""
 
 

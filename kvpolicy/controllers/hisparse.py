@@ -20,7 +20,11 @@ class HiSparse:
     cache_rule = CacheRule(eviction="lru", admit_newest=False, seed="first")
 
     def __init__(self, device_buffer_rows: int | None = None) -> None:
-        self.rows = None if device_buffer_rows is None else row_count("device_buffer_rows", device_buffer_rows)
+        self.rows = (
+            None
+            if device_buffer_rows is None
+            else row_count("device_buffer_rows", device_buffer_rows)
+        )
 
     def initial(self, stores: tuple[StoreView, ...]) -> Target:
         """The whole buffer: SGLang allocates it before a request starts."""

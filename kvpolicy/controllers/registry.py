@@ -39,7 +39,9 @@ def register(name: str, factory: Factory) -> Factory:
     UserError if the name is taken or cannot stand in a spec.
     """
     if not name or any(c in name for c in ":=, /\\"):
-        raise UserError(f"controller name {name!r}: must be non-empty, without ':', '=', ',', '/' or spaces")
+        raise UserError(
+            f"controller name {name!r}: must be non-empty, without ':', '=', ',', '/' or spaces"
+        )
     if name in _FACTORIES:
         raise UserError(f"controller name {name!r} is taken")
     _FACTORIES[name] = factory

@@ -14,7 +14,11 @@ class Static:
     """
 
     def __init__(self, device_buffer_rows: int | None = None) -> None:
-        self.rows = None if device_buffer_rows is None else row_count("device_buffer_rows", device_buffer_rows)
+        self.rows = (
+            None
+            if device_buffer_rows is None
+            else row_count("device_buffer_rows", device_buffer_rows)
+        )
 
     def initial(self, stores: tuple[StoreView, ...]) -> Target:
         """The budget, from the first token on."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Union
+from typing import Any
 
 import torch
 
@@ -24,7 +24,7 @@ from kvpolicy.memory.layout import Layout
 from kvpolicy.models.loader import DecodeModel, load_model
 from kvpolicy.telemetry.record import run_record
 
-Prompt = Union[bytes, str, Sequence[int]]
+Prompt = bytes | str | Sequence[int]
 MIB = 1 << 20
 
 
@@ -48,7 +48,9 @@ class Engine:
     Raises UserError for a config that cannot be had here, CapacityError for one that does not fit.
     """
 
-    def __init__(self, config: EngineConfig | None = None, model: DecodeModel | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig | None = None, model: DecodeModel | None = None
+    ) -> None:
         self.config = config or EngineConfig()
         self.device = _device(self.config.device)
         self.model = model or load_model(self.config.model, self.device)
@@ -105,8 +107,14 @@ class Engine:
     def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
         ids = tuple(prompt.encode() if isinstance(prompt, str) else prompt)
         for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.model.vocab:
-                raise UserError(f"prompt token {token!r}: must be an id from 0 to {self.model.vocab - 1}")
+            if (
+                isinstance(token, bool)
+                or not isinstance(token, int)
+                or not 0 <= token < self.model.vocab
+            ):
+                raise UserError(
+                    f"prompt token {token!r}: must be an id from 0 to {self.model.vocab - 1}"
+                )
         if self.config.bos:
             if self.model.bos is None:
                 raise UserError("bos = True: the model has no beginning-of-sequence token")
@@ -135,7 +143,11 @@ class Engine:
         params: one for all, or one per prompt. on_step: called after every step (progress).
         """
         prompts = list(prompts)
-        each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        each: list[SamplingParams | None]
+        if params is None or isinstance(params, SamplingParams):
+            each = [params] * len(prompts)
+        else:
+            each = list(params)
         if len(each) != len(prompts):
             raise UserError(f"{len(each)} sampling params for {len(prompts)} prompts")
         handles: list[RequestHandle] = []

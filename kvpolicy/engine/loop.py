@@ -117,9 +117,7 @@ class ControlLoop:
             return
         if not running:
             return
-        now = _Baseline(
-            step, memory.counters.host_to_device_bytes, arrivals, finished, seconds
-        )
+        now = _Baseline(step, memory.counters.host_to_device_bytes, arrivals, finished, seconds)
         observation = self._observe(now, memory, running, waiting)
         self._base, self._due = now, False
         plan, reason = self._ask(observation)
@@ -131,8 +129,8 @@ class ControlLoop:
 
     def _ask(self, observation: Observation) -> tuple[Plan, str]:
         try:
-            plan = self.controller.decide(observation)
-        except Exception as error:  # noqa: BLE001 - a foreign plug-in may raise anything
+            plan: object = self.controller.decide(observation)
+        except Exception as error:
             reason = f"{type(error).__name__}: {error}"
         else:
             if isinstance(plan, Plan):

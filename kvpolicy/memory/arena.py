@@ -29,13 +29,14 @@ class Arena:
         self.frame_bytes = frame_bytes
         self.device = device
         self.poison = poison
-        self.frames = FrameAllocator(capacity // frame_bytes)
+        shape = (capacity // frame_bytes, frame_bytes)
         try:
-            self.buffer = torch.zeros(
-                (self.frames.num_frames, frame_bytes), dtype=torch.uint8, device=device
-            )
+            self.buffer = torch.zeros(shape, dtype=torch.uint8, device=device)
         except RuntimeError as error:
-            raise CapacityError("device", f"{capacity} bytes: {str(error).splitlines()[0]}") from None
+            raise CapacityError(
+                "device", f"{capacity} bytes: {str(error).splitlines()[0]}"
+            ) from None
+        self.frames = FrameAllocator(shape[0])  # after the buffer: its list of frames is large too
 
     def view(self, item: Item) -> Tensor:
         """The whole arena read as items of one kind: [frames, per_frame, *shape], strided."""

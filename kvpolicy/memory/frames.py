@@ -56,7 +56,7 @@ class FrameAllocator:
         """Give frames back. IntegrityError if ``owner`` does not own one of them; then no change."""
         frames = list(frames)
         for frame in frames:
-            if self._owner.get(frame) != owner:
+            if frame not in self._owner or self._owner[frame] != owner:
                 holder = self._owner.get(frame)
                 raise IntegrityError(f"frame {frame} is released by {owner}, owned by {holder}")
         if len(set(frames)) != len(frames):

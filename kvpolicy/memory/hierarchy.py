@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvpolicy.errors import CapacityError, IntegrityError
 from kvpolicy.kernels.eviction import RULES
-from kvpolicy.kernels.paging import scatter
 from kvpolicy.memory import accounting
 from kvpolicy.memory.accounting import Reserve
 from kvpolicy.memory.arena import Arena, Table
@@ -86,7 +85,8 @@ class Hierarchy:
     ) -> None:
         if reserve.staging_rows < layout.topk:
             raise CapacityError(
-                "device", f"staging_rows = {reserve.staging_rows}: must be at least top-k = {layout.topk}"
+                "device",
+                f"staging_rows = {reserve.staging_rows}: must be at least top-k = {layout.topk}",
             )
         self.layout = layout
         self.reserve = reserve
@@ -119,9 +119,10 @@ class Hierarchy:
             Table.sharing(owner, store.record, self.reserve.staging_rows)
             for store in self.layout.stores
         )
-        flying = []
-        for item in (*self.layout.stores, *self.layout.pinned):
-            table = Table(self.arena, item.record, ("in-flight", len(flying)))
+        flying: list[Table] = []
+        records = [s.record for s in self.layout.stores] + [p.record for p in self.layout.pinned]
+        for record in records:
+            table = Table(self.arena, record, ("in-flight", len(flying)))
             table.resize(self.reserve.inflight_rows)
             flying.append(table)
         stores = len(self.layout.stores)
@@ -164,6 +165,8 @@ class Hierarchy:
 
         Raises CapacityError (naming the tier) and changes nothing if it does not fit now.
         """
+        if request_id in self.requests:
+            raise ValueError(f"request {request_id} is admitted already")
         need = self.frames_of(max_tokens, rows)
         if need > self.arena.frames.free:
             raise CapacityError("device", f"{need} frames needed, {self.arena.frames.free} free")
@@ -185,7 +188,9 @@ class Hierarchy:
         """Open a step over the given segments (consecutive rows from 0)."""
         rows = segments[-1].stop if segments else 0
         if rows > self.reserve.inflight_rows:
-            raise CapacityError("device", f"{rows} rows in one step, {self.reserve.inflight_rows} reserved")
+            raise CapacityError(
+                "device", f"{rows} rows in one step, {self.reserve.inflight_rows} reserved"
+            )
         requests = [self.requests[segment.request_id] for segment in segments]
         return StepMemory(
             self.layout, self.arena, self._tables, requests, segments, step, self.counters
@@ -200,7 +205,9 @@ class Hierarchy:
             if request.request_id not in self.requests:
                 continue
             if segment.position != request.committed or not 0 <= count <= segment.count:
-                raise IntegrityError(f"commit of {count} rows at {segment.position} does not fit {segment}")
+                raise IntegrityError(
+                    f"commit of {count} rows at {segment.position} does not fit {segment}"
+                )
             for store in self.layout.stores:
                 self._commit_store(step, request, segment, store, count)
             self._commit_pinned(request, segment, count)
@@ -264,31 +271,39 @@ class Hierarchy:
     # --- budgets ---------------------------------------------------------------------------------
 
     def set_budgets(self, budgets: Mapping[int, Sequence[int]]) -> None:
-        """Apply projected budgets: hot rows per store of each request. Shrinks come first.
+        """Apply projected budgets: hot rows per store of each request.
 
+        What gives frames back comes first; a smaller budget may take some (the metadata of a cache
+        that was full), a larger one may give some (promotion drops metadata).
         CapacityError if they do not fit together (projection has to see to that); what was
         resized until then stays resized, and consistent.
         """
-        items = [(self.requests[r], self.clamp(rows)) for r, rows in budgets.items() if r in self.requests]
-        before = self.arena.frames.used
-        for request, rows in items:
-            smaller = [min(w, hot.capacity) for w, hot in zip(rows, request.hot, strict=True)]
-            self._resize(request, smaller)
-        if self.arena.frames.used < before:
-            self.counters.release_steps += 1
-        for request, rows in items:
-            self._resize(request, rows)
+        changes: list[tuple[int, RequestMemory, StoreLayout, int]] = []
+        taken_back = False
+        for number, budget in budgets.items():
+            if number not in self.requests:
+                continue
+            request = self.requests[number]
+            for store, rows in zip(self.layout.stores, self.clamp(budget), strict=True):
+                hot = request.hot[store.index]
+                change = store.hot_frames(min(rows, hot.max_entries), rows >= hot.max_entries)
+                change -= hot.num_frames
+                changes.append((change, request, store, rows))
+                taken_back |= change < 0 and rows < hot.capacity
+        self.counters.release_steps += taken_back
+        for _, request, store, rows in sorted(changes, key=lambda change: change[0]):
+            self._resize_store(request, store, rows)
 
     def _resize(self, request: RequestMemory, rows: Sequence[int]) -> None:
-        for store, hot, wanted in zip(self.layout.stores, request.hot, rows, strict=True):
-            if hot.full and wanted >= hot.max_entries:
-                continue
+        for store, wanted in zip(self.layout.stores, rows, strict=True):
+            self._resize_store(request, store, wanted)
 
-            def fetch(entries: Tensor, store: StoreLayout = store) -> Tensor:
-                return self._fetch(request, store, entries)
+    def _resize_store(self, request: RequestMemory, store: StoreLayout, rows: int) -> None:
+        def fetch(entries: Tensor) -> Tensor:
+            return self._fetch(request, store, entries)
 
-            committed = request.committed_entries(store.index)
-            hot.resize(wanted, committed, fetch, request.recent[store.index])
+        committed = request.committed_entries(store.index)
+        request.hot[store.index].resize(rows, committed, fetch, request.recent[store.index])
 
     def _fetch(self, request: RequestMemory, store: StoreLayout, entries: Tensor) -> Tensor:
         """Bulk copy from the host for seeding and promotion, counted apart from misses."""
@@ -353,4 +368,6 @@ class Hierarchy:
             expected += accounting.request_frames(self.layout, request.max_tokens)
             expected += accounting.hot_frames(self.layout, rows, request.max_tokens)
         if expected != self.arena.frames.used:
-            raise IntegrityError(f"accounting says {expected} frames, {self.arena.frames.used} are used")
+            raise IntegrityError(
+                f"accounting says {expected} frames, {self.arena.frames.used} are used"
+            )

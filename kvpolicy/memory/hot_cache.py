@@ -204,8 +204,11 @@ class HotCache:
             self.write(room, records)
 
     def seed(self, entries: Tensor, records: Tensor, step: int) -> None:
-        """Fill an empty mapped cache with ``entries`` (distinct, at most ``capacity``)."""
-        slots = arange(entries.numel(), self.device)
+        """Make ``entries`` (distinct, at most ``capacity``) the content of a mapped cache."""
+        self._clear_map()
+        every = arange(self.capacity, self.device)
+        self._set_meta(every, torch.full_like(every, ABSENT), torch.zeros_like(every))
+        slots = every[: entries.numel()]
         place(self.state, entries, slots, stamp_of(step, hit=False))
         self.write(slots, records)
 

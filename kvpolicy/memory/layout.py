@@ -99,7 +99,9 @@ class Layout:
         """An item kind of this arena. ValueError if one item exceeds a frame."""
         per_frame = self.frame_bytes // _item_bytes(shape, dtype)
         if per_frame < 1:
-            raise ValueError(f"an item of shape {shape} does not fit a frame of {self.frame_bytes} B")
+            raise ValueError(
+                f"an item of shape {shape} does not fit a frame of {self.frame_bytes} B"
+            )
         return Item(shape, dtype, per_frame)
 
     def _store(self, index: int, store: RowStore) -> StoreLayout:
@@ -114,7 +116,9 @@ class Layout:
 
     def _pinned(self, pinned: Pinned) -> PinnedLayout:
         if pinned.rows_per_request is None:
-            raise UserError(f"pinned {pinned.name!r} grows with the context: not in this backend yet")
+            raise UserError(
+                f"pinned {pinned.name!r} grows with the context: not in this backend yet"
+            )
         width = pinned.bytes_per_row(self.kv_dtype) // len(pinned.layers) // self.dtype.itemsize
         item = self.item((len(pinned.layers), width), self.dtype)
         return PinnedLayout(pinned, item, pinned.rows_per_request)

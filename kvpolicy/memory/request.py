@@ -87,4 +87,6 @@ class RequestMemory:
             keys = self.keys[i].paged.prefix(entries).cpu()
             truth = self.region.keys[i][:entries]
             if not bool(((keys == truth) | (keys.isnan() & truth.isnan())).all()):
-                raise IntegrityError(f"request {self.request_id}: an index key differs from the host's")
+                raise IntegrityError(
+                    f"request {self.request_id}: an index key differs from the host's"
+                )

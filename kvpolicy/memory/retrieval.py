@@ -219,9 +219,7 @@ class Retriever:
         )
         self._account(segment, count, request)
 
-    def _account(
-        self, segment: Segment, count: RetrievalCounters, request: RequestMemory
-    ) -> None:
+    def _account(self, segment: Segment, count: RetrievalCounters, request: RequestMemory) -> None:
         total = self._counters.decode if segment.decode else self._counters.prefill
         total.add(count)
         if segment.decode:

@@ -27,7 +27,9 @@ def checkpoint_folder(model: str) -> Path:
     if path.is_dir():
         return path
     if model in preset_names():
-        raise UserError(f"model {model!r} is a geometry without weights: running it is not available yet")
+        raise UserError(
+            f"model {model!r} is a geometry without weights: running it is not available yet"
+        )
     raise UserError(f"{unknown_name('model', model, EMBEDDED)}, or a checkpoint folder")
 
 
@@ -75,6 +77,8 @@ def read_weights(
                 f"config.json asks for {shape}"
             )
         if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
-            raise UserError(f"checkpoint file {str(path)!r}: {name!r} holds values that are not finite numbers")
+            raise UserError(
+                f"checkpoint file {str(path)!r}: {name!r} holds values that are not finite numbers"
+            )
         weights[name] = tensor.to(device=device, dtype=dtype).contiguous()
     return weights

@@ -127,7 +127,9 @@ def _refuse(config: Mapping[str, Any]) -> None:
         raise UserError(f"config field hidden_act is {config['hidden_act']!r}: allowed silu")
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default":
-        raise UserError(f"config field rope_parameters.rope_type is {rope['rope_type']!r}: allowed default")
+        raise UserError(
+            f"config field rope_parameters.rope_type is {rope['rope_type']!r}: allowed default"
+        )
 
 
 def _int(config: Mapping[str, Any], key: str) -> int:

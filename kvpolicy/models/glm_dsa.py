@@ -77,7 +77,10 @@ class GlmDsa:
             self.config.max_positions, self.config.rope, self.config.theta, device
         )
         linears = [(w.shape[1], w.shape[0]) for w in named.values() if w.dim() == 2]
-        linears += [(self.config.nope, self.config.kv_rank), (self.config.kv_rank, self.config.value)]
+        linears += [
+            (self.config.nope, self.config.kv_rank),
+            (self.config.kv_rank, self.config.value),
+        ]
         score = (self.config.index_heads, self.config.index_dim)
         self.tiling: Tiling = choose_tiling(linears, [score], device)
 
@@ -212,7 +215,9 @@ class GlmDsa:
     ) -> None:
         cfg, tiling = self.config, self.tiling
         keys = tiling.map_rows(
-            lambda h: layer_norm(F.linear(h, weights.wk), weights.norm, weights.norm_bias, LATENT_EPS),
+            lambda h: layer_norm(
+                F.linear(h, weights.wk), weights.norm, weights.norm_bias, LATENT_EPS
+            ),
             x,
         )
         memory.write_keys(number, self._turn_front(keys, memory.positions))
