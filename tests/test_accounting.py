@@ -37,7 +37,9 @@ def hierarchy(
 ) -> Hierarchy:
     """``frames`` frames beside what staging and in-flight rows take."""
     reserve = Reserve(layout.topk, inflight)
-    shared = accounting.staging_frames(layout, reserve) + accounting.inflight_frames(layout, reserve)
+    shared = accounting.staging_frames(layout, reserve) + accounting.inflight_frames(
+        layout, reserve
+    )
     device_bytes = (shared + frames) * layout.frame_bytes + slack
     return Hierarchy(layout, device_bytes, host_bytes, reserve, floor, CacheRule(), CPU)
 
@@ -244,7 +246,7 @@ def test_fragmented_host_memory_refuses_and_takes_nothing() -> None:
     memory.release(0)
     memory.release(2)
     before = memory.usage()
-    with pytest.raises(CapacityError, match="host memory: .* wanted in one range"):
+    with pytest.raises(CapacityError, match=r"host memory: .* wanted in one range"):
         memory.admit(9, 80, (8, 8))
     assert memory.usage() == before and list(memory.requests) == [1]
     memory.check_integrity()

@@ -193,7 +193,9 @@ def test_every_layouts_items_lie_inside_frames(name: str, dtype: str) -> None:
         assert store.record.bytes == store.store.record_bytes(dtype)
         assert store.key.bytes == store.store.index_key_bytes(dtype)
         for item in (store.record, store.key, store.slot_map, store.meta):
-            assert layout.frame_bytes - item.bytes < item.per_frame * item.bytes <= layout.frame_bytes
+            assert (
+                layout.frame_bytes - item.bytes < item.per_frame * item.bytes <= layout.frame_bytes
+            )
     widest = max(store.record.bytes for store in layout.stores)
     assert 12 * widest <= layout.frame_bytes <= max(4096, 24 * widest)
     for pinned in layout.pinned:

@@ -155,7 +155,9 @@ def test_wrong_specs_are_one_clear_line(spec: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@given(spec=st.text(st.sampled_from("static:devicbufrw_=,-[]{}&*!%1234567890 \t\n'\"é"), max_size=40))
+@given(
+    spec=st.text(st.sampled_from("static:devicbufrw_=,-[]{}&*!%1234567890 \t\n'\"é"), max_size=40)
+)
 def test_no_spec_raises_anything_else(spec: str) -> None:
     for text in (spec, f"static:device_buffer_rows={spec}", f"static:{spec}"):
         try:
@@ -172,7 +174,7 @@ def test_a_factory_that_refuses_is_the_users_error(own_registry: None) -> None:
     register("even", refuse)
     with pytest.raises(UserError, match="controller 'even:rows=3': rows must be even"):
         make("even:rows=3")
-    with pytest.raises(UserError, match="controller 'even': .*rows"):
+    with pytest.raises(UserError, match=r"controller 'even': .*rows"):
         make("even")
 
 

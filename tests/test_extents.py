@@ -83,7 +83,9 @@ def test_negative_capacity_is_refused() -> None:
         ExtentAllocator(-1)
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
+@pytest.mark.parametrize(
+    "order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)]
+)
 def test_neighbours_merge_in_every_order(order: tuple[int, ...]) -> None:
     """After all is released, the whole pool can be had in one range again."""
     allocator = ExtentAllocator(3 * ALIGNMENT)

@@ -39,7 +39,9 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 # --- tiling --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n", "padded"), [(0, 16), (1, 16), (15, 16), (16, 16), (17, 32), (70, 80)])
+@pytest.mark.parametrize(
+    ("n", "padded"), [(0, 16), (1, 16), (15, 16), (16, 16), (17, 32), (70, 80)]
+)
 def test_pad_is_whole_tiles(n: int, padded: int) -> None:
     assert Tiling().pad(n) == padded
 
@@ -114,7 +116,9 @@ def best_of(row: list[float], visible: int, k: int) -> list[int]:
     return sorted(order) + [-1] * (k - len(order))
 
 
-FEW_SCORES = st.sampled_from([0.0, -0.0, 1.5, -1.5, 3e38, -3e38, 1e-45, -1e-45, math.inf, -math.inf])
+FEW_SCORES = st.sampled_from(
+    [0.0, -0.0, 1.5, -1.5, 3e38, -3e38, 1e-45, -1e-45, math.inf, -math.inf]
+)
 ANY_SCORES = st.floats(width=32, allow_nan=False)
 
 
@@ -226,7 +230,9 @@ def test_sparse_mla_does_not_depend_on_the_batch(n: int, start: int, fused: bool
     query, rows, valid = attention_case(70)
     whole = sparse_mla(query, rows, valid, VALUE, SCALE, tiles)
     own = slice(start, start + n)
-    assert torch.equal(sparse_mla(query[own], rows[own], valid[own], VALUE, SCALE, tiles), whole[own])
+    assert torch.equal(
+        sparse_mla(query[own], rows[own], valid[own], VALUE, SCALE, tiles), whole[own]
+    )
 
 
 def test_a_row_without_valid_entries_is_finite() -> None:
@@ -275,7 +281,9 @@ def test_row_functions_do_not_depend_on_the_batch(n: int, start: int) -> None:
         lambda own: apply_rope(x[own].view(-1, 1, 80), table, positions[own]),
     )
     for function in functions:
-        assert torch.equal(function(slice(start, start + n)), function(slice(None))[start : start + n])
+        assert torch.equal(
+            function(slice(start, start + n)), function(slice(None))[start : start + n]
+        )
 
 
 @pytest.mark.parametrize("shape", [(6, 16), (6, 3, 16)])

@@ -173,7 +173,9 @@ def test_the_reserve_stays_free(observation: Observation, reserve: float) -> Non
     """The rows asked for arrivals stay free, but the floor goes before them."""
     projected = project(Plan(default=FULL, reserve_rows=reserve), observation)
     kept = sum(math.ceil(int(reserve) / s.rows_per_frame) for s in observation.stores)
-    floor = {r.request_id: (observation.floor_rows,) * len(r.max_rows) for r in observation.requests}
+    floor = {
+        r.request_id: (observation.floor_rows,) * len(r.max_rows) for r in observation.requests
+    }
     if cost(floor, observation) <= room_of(observation) - kept:
         assert cost(projected.budgets, observation) <= room_of(observation) - kept
     elif projected.changed:

@@ -21,7 +21,9 @@ def row_of(values: list[float]) -> NDArray[np.float32]:
     return np.array(values, dtype=np.float32)
 
 
-def params(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> SamplingParams:
+def params(
+    temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0
+) -> SamplingParams:
     return SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
 
 

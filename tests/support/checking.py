@@ -30,8 +30,9 @@ class CheckedMemory:
         store = next(s for s in self._memory.layout.stores if layer in s.store.layers)
         per = store.store.tokens_per_entry
         for segment in self._memory.segments:
-            table = self._owner.table(segment.request_id, layer, rows.shape[1], store.record.dtype)
+            table = self._owner.table(segment.request_id, layer, rows, store.record.dtype)
             positions = torch.arange(segment.position, segment.position + segment.count)
+            positions = positions.to(rows.device)
             complete = (positions + 1) % per == 0
             own = rows[segment.start : segment.stop]
             table[positions[complete] // per] = own[complete].to(table.dtype)
@@ -87,12 +88,13 @@ class CheckingModel:
     def __getattr__(self, name: str) -> object:
         return getattr(self.model, name)
 
-    def table(self, request: int, layer: int, width: int, dtype: torch.dtype) -> Tensor:
+    def table(self, request: int, layer: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """The truth table of one request and layer, NaN where nothing was written."""
         key = (request, layer)
         if key not in self.truth:
             most = self.model.geometry.max_context
-            self.truth[key] = torch.full((most, width), float("nan"), dtype=dtype)
+            shape = (most, rows.shape[1])
+            self.truth[key] = torch.full(shape, float("nan"), dtype=dtype, device=rows.device)
         return self.truth[key]
 
     def forward(self, tokens: Tensor, memory: StepMemory, wanted: Tensor) -> Tensor:
