@@ -58,22 +58,29 @@ class HotCacheMachine(RuleBasedStateMachine):
     """
 
     @initialize(
-        entries=st.integers(0, 40), frames=st.integers(0, 20), name=st.sampled_from(sorted(RULES))
+        entries=st.sampled_from([0, 1, 13, 30, 40]),
+        committed=st.integers(0, 30),
+        rows=st.sampled_from([0, 3, 8, 11, 40]),
+        spare=st.integers(0, 9),
+        name=st.sampled_from(["lru", "fifo", *sorted(RULES)]),
     )
-    def start(self, entries: int, frames: int, name: str) -> None:
+    def start(self, entries: int, committed: int, rows: int, spare: int, name: str) -> None:
         self.layout = small_frames()
-        map_frames = self.layout.slot_map.frames(entries)
-        self.arena = Arena((map_frames + frames) * FRAME, FRAME, CPU, poison=True)
+        frames = self.layout.slot_map.frames(entries) + spare
+        frames += self.layout.hot_frames(min(rows, entries), rows >= entries)
+        self.arena = Arena(frames * FRAME, FRAME, CPU, poison=True)
         self.map = Table(self.arena, self.layout.slot_map, "map")
         self.map.resize(entries)
         self.hot = HotCache(self.arena, self.layout, self.map, entries, RULES[name], (1, "B"))
         self.name = name
         self.entries = entries
-        self.committed = 0
+        self.committed = min(committed, entries)
         self.truth = truth_of(entries)
         self.step = 10
         self.slot: dict[int, int] = {}
         self.stamp: dict[int, int] = {}
+        self.hot.resize(rows, self.committed, self.fetch)
+        self.resized(rows, False, None)
 
     # --- model ---------------------------------------------------------------------------------
 
@@ -259,7 +266,9 @@ class HotCacheMachine(RuleBasedStateMachine):
 
 
 TestHotCacheMachine = HotCacheMachine.TestCase
-TestHotCacheMachine.settings = settings(stateful_step_count=30)
+TestHotCacheMachine.settings = settings(
+    max_examples=4 * settings.default.max_examples, stateful_step_count=40
+)
 
 
 # --- one at a time -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Check every Triton kernel against plain torch; on a GPU also at a training shape.
+"""Check the Triton kernels against plain torch and the cache simulator against a plain list.
 
 TRITON_INTERPRET=1 python training/check.py     # on a CPU, micro size
 python training/check.py                        # on a GPU
@@ -6,10 +6,13 @@ python training/check.py                        # on a GPU
 
 from __future__ import annotations
 
-import kernels
+import numpy as np
 import reference
 import torch
+from cachesim import POLICIES, simulate
 from torch import Tensor
+
+import kernels
 
 HEADS, LATENT, ROTARY, INDEX_DIM = 8, 64, 16, 32
 
@@ -64,9 +67,43 @@ def check_attention(batch: int, seq_len: int, k: int, device: str) -> None:
         assert error < 2e-5
 
 
+def list_lru(trace: np.ndarray, first: int, capacity: int) -> int:
+    """Misses of LRU kept as one list, stalest first: stale rows, then loaded ones, then hits."""
+    order: list[int] = []
+    misses = 0
+    for step, row in enumerate(trace):
+        wanted, new = set(row.tolist()), first + step
+        hits = [r for r in order if r in wanted]
+        loaded = [r for r in sorted(wanted) if r not in order]
+        misses += sum(r != new for r in loaded)
+        stale = [r for r in order if r not in wanted]
+        stale = stale[max(0, len(order) + len(loaded) - capacity) :]
+        if new not in wanted:
+            full = len(stale) + len(loaded) + len(hits) >= capacity
+            loaded += [new] if stale or not full else []
+            stale = stale[1:] if full else stale
+        order = stale + sorted(loaded) + sorted(hits)
+    return misses
+
+
+def check_simulator() -> None:
+    """LRU equals the list; Belady misses least; all policies agree when only the set fits."""
+    rng, first, k = np.random.default_rng(0), 200, 16
+    ages = rng.exponential(30, size=(300, 200)).astype(int)
+    rows = np.clip(first + np.arange(300)[:, None] - ages, 0, None)
+    trace = np.stack([np.sort(rng.permutation(np.unique(r))[:k]) for r in rows])
+    for capacity in (16, 24, 64):
+        misses = {p: simulate(trace, first, capacity, p, 0) for p in POLICIES}
+        print(f"simulator capacity={capacity}: {misses}")
+        assert misses["lru"] == list_lru(trace, first, capacity)
+        assert misses["belady"] == min(misses.values())
+        assert capacity > k or len(set(misses.values())) == 1
+
+
 def main() -> None:
     """Run the checks on the machine's best device."""
     torch.manual_seed(0)
+    check_simulator()
     if not torch.cuda.is_available():
         check_select(2, 80, 16, "cpu")
         check_attention(2, 24, 16, "cpu")

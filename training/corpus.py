@@ -79,27 +79,30 @@ def fetch(source: Source, folder: Path) -> Path:
 def members(path: Path) -> Iterator[tuple[str, bytes]]:
     """(name, content) of the .py and .txt files in a wheel, an npm tarball or a Debian package."""
     if path.suffix == ".whl":
-        with zipfile.ZipFile(path) as archive:
-            for name in sorted(archive.namelist()):
+        with zipfile.ZipFile(path) as wheel:
+            for name in sorted(wheel.namelist()):
                 if name.endswith(".py"):
-                    yield name, archive.read(name)
+                    yield name, wheel.read(name)
         return
     if path.suffix == ".deb":
         command = ["dpkg-deb", "--fsys-tarfile", str(path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-            yield from tar_members(tarfile.open(fileobj=process.stdout, mode="r|"))
+        with (
+            subprocess.Popen(command, stdout=subprocess.PIPE) as process,
+            tarfile.open(fileobj=process.stdout, mode="r|") as archive,
+        ):
+            yield from tar_members(archive)
         return
-    yield from tar_members(tarfile.open(path))
+    with tarfile.open(path) as archive:
+        yield from tar_members(archive)
 
 
 def tar_members(archive: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
     """(name, content) of the regular .py and .txt files of a tar archive."""
-    with archive:
-        for member in archive:
-            if member.isfile() and member.name.endswith((".py", ".txt")):
-                handle = archive.extractfile(member)
-                if handle is not None:
-                    yield member.name.removeprefix("./"), handle.read()
+    for member in archive:
+        if member.isfile() and member.name.endswith((".py", ".txt")):
+            handle = archive.extractfile(member)
+            if handle is not None:
+                yield member.name.removeprefix("./"), handle.read()
 
 
 def kind_of(source: Source, name: str) -> str | None:

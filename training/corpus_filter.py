@@ -55,7 +55,9 @@ def telling_lines(document: Document) -> set[bytes]:
     }
 
 
-def near_held_out(lines: set[bytes], held_lines: list[set[bytes]], owners: dict) -> bool:
+def near_held_out(
+    lines: set[bytes], held_lines: list[set[bytes]], owners: dict[bytes, list[int]]
+) -> bool:
     """True when a quarter of either file's telling lines is the other's."""
     shared: Counter[int] = Counter()
     for line in lines:

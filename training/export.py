@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 
@@ -102,20 +103,52 @@ def export(params: Params, cfg: TinyConfig, out: Path) -> None:
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 
-@torch.no_grad()
-def check(out: Path, cfg: TinyConfig, text: bytes, length: int) -> tuple[float, float]:
-    """Largest difference and mean bits per byte difference to transformers over `length` tokens."""
+def compare_with_transformers(
+    out: Path, ids: Tensor, selected: list[Tensor], cfg: TinyConfig
+) -> tuple[Tensor, Tensor, int]:
+    """Logits [T, V] of transformers with its own and with our selections, and rows that differ.
+
+    A row differs where two scores at the boundary lie within fp32 rounding of each other.
+    """
     from transformers import GlmMoeDsaForCausalLM
 
+    model = GlmMoeDsaForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    theirs: list[Tensor] = []
+    indexers = [model.model.layers[i].self_attn.indexer for i in cfg.full_layers]
+    hooks = [m.register_forward_hook(lambda _m, _a, o: theirs.append(o[0])) for m in indexers]
+    free = model(ids[None], use_cache=False).logits[0]
+    for hook in hooks:
+        hook.remove()
+    first = cfg.index_topk
+    differ = sum(
+        int((a.sort(-1).values[first:] != b[first:]).any(-1).sum())
+        for a, b in zip(theirs, selected, strict=True)
+    )
+    position = torch.arange(len(ids), dtype=torch.int32)[:, None]
+    for module, idx in zip(indexers, selected, strict=True):
+        own = torch.where(idx < 0, position, idx)[None]
+        module.forward = lambda *_args, _own=own, **_kwargs: _own
+    return free, model(ids[None], use_cache=False).logits[0], differ
+
+
+@torch.no_grad()
+def check(out: Path, cfg: TinyConfig, text: bytes, length: int) -> dict[str, float]:
+    """Differences to transformers over `length` tokens, all in fp32 on the CPU."""
     ids = torch.tensor([256, *text[: length - 1]])
-    theirs = GlmMoeDsaForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
-    want = theirs(ids[None], use_cache=False).logits[0]
     params = from_checkpoint(out, cfg)
     run = Pass(seq_len=len(ids), dense=False, triton=False, dtype=torch.float32)
-    hidden = Forward(params, cfg, run, None)(ids).hidden
-    got = layers.head_logits(hidden, params["norm"], params["head"])
-    nll = [torch.nn.functional.cross_entropy(x[:-1], ids[1:]).item() for x in (got, want)]
-    return (got - want).abs().max().item(), abs(nll[0] - nll[1]) / 0.6931
+    result = Forward(params, cfg, run, None)(ids)
+    ours = layers.head_logits(result.hidden, params["norm"], params["head"])
+    free, same, differ = compare_with_transformers(out, ids, result.selected, cfg)
+    nll = [torch.nn.functional.cross_entropy(x[:-1], ids[1:]).item() for x in (ours, free)]
+    return {
+        "max_logit_difference_same_selection": (ours - same).abs().max().item(),
+        "max_logit_difference": (ours - free).abs().max().item(),
+        "rows_with_other_selection": differ,
+        "rows": (len(ids) - cfg.index_topk) * len(cfg.full_layers),
+        "bpb_ours": nll[0] / math.log(2),
+        "bpb_transformers": nll[1] / math.log(2),
+    }
 
 
 def main() -> None:
@@ -130,8 +163,7 @@ def main() -> None:
     if args.state is not None:
         export(load_params(args.state), cfg, args.out)
     if args.check is not None:
-        worst, bpb = check(args.out, cfg, args.check.read_bytes(), args.length)
-        print(f"largest logit difference {worst:.2e}, bits per byte difference {bpb:.2e}")
+        print(json.dumps(check(args.out, cfg, args.check.read_bytes(), args.length), indent=1))
 
 
 if __name__ == "__main__":

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 
-import kernels
 import layers
 import reference
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+import kernels
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,13 @@ class TinyConfig:
     @property
     def scale(self) -> float:
         """Attention scale."""
-        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+        return float((self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5)
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Layers that share one selection, in order."""
         starts = (*self.full_layers, self.num_hidden_layers)
-        return tuple(tuple(range(a, b)) for a, b in zip(starts, starts[1:], strict=False))
+        return tuple(tuple(range(a, b)) for a, b in pairwise(starts))
 
 
 # Stacked matrices [layers, out, in] that Muon updates; the rest is AdamW's.
@@ -52,6 +54,8 @@ GAINS = ("ln1", "ln2", "q_norm", "kv_norm")
 INDEXER = ("idx_q", "idx_k", "idx_gain", "idx_bias", "idx_w")
 
 Params = dict[str, Tensor]
+# Index queries [N, I, D], keys [N, D] and head weights [N, I].
+Index = tuple[Tensor, Tensor, Tensor]
 
 
 def shapes(cfg: TinyConfig) -> dict[str, tuple[int, ...]]:
@@ -146,8 +150,8 @@ def dense_attention(
     query = torch.cat([qn, qr], -1)
     # The fused kernels want one head size for keys and values.
     value = F.pad(value, (0, query.shape[-1] - value.shape[-1]))
-    parts = [t.view(-1, seq_len, heads, t.shape[-1]).transpose(1, 2) for t in (query, key, value)]
-    out = F.scaled_dot_product_attention(*parts, is_causal=True, scale=cfg.scale)
+    q, k, v = (t.view(-1, seq_len, heads, t.shape[-1]).transpose(1, 2) for t in (query, key, value))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=cfg.scale)
     out = out[..., : cfg.v_head_dim].transpose(1, 2).reshape(qn.shape[0], -1)
     return out, query, key
 
@@ -171,7 +175,7 @@ def future_mask(rows: Tensor, seq_len: int) -> Tensor:
     )
 
 
-def dense_index(index: tuple[Tensor, Tensor, Tensor], rows: Tensor, seq_len: int) -> Tensor:
+def dense_index(index: Index, rows: Tensor, seq_len: int) -> Tensor:
     """Index scores [B, R, T] fp32 of the rows, -inf in the future, with gradients."""
     iq, ik, iw = index
     batch, count = rows.shape
@@ -194,9 +198,7 @@ def sparse_target(
     return s.softmax(-1).mean(1)
 
 
-def sparse_index(
-    index: tuple[Tensor, Tensor, Tensor], idx: Tensor, flat: Tensor, base: Tensor
-) -> Tensor:
+def sparse_index(index: Index, idx: Tensor, flat: Tensor, base: Tensor) -> Tensor:
     """Index scores [M, k] fp32 of the rows `flat` over their selected positions, with gradients."""
     iq, ik, iw = index
     keys = reference.gather_rows(ik, idx, base)
@@ -212,7 +214,7 @@ def kl_divergence(target: Tensor, score: Tensor) -> Tensor:
     return term.sum(-1).mean()
 
 
-def select(index: tuple[Tensor, Tensor, Tensor], run: Pass, k: int) -> Tensor:
+def select(index: Index, run: Pass, k: int) -> Tensor:
     """Selected positions [N, k] int32."""
     chooser = kernels.select if run.triton else reference.select
     return chooser(*index, run.seq_len, k)
@@ -246,7 +248,7 @@ class Forward:
             if layer == group[0] and (self.rows is not None or not self.run.dense):
                 index = self._index(h, q_res, self.weights[self.cfg.num_hidden_layers + number])
             if idx is None and index is not None and not self.run.dense:
-                idx = select(tuple(t.detach() for t in index), self.run, self.cfg.index_topk)
+                idx = select(index, self.run, self.cfg.index_topk)
                 result.selected.append(idx)
             value, p = self._attend(heads, w["kv_b"], idx)
             result.hidden = layers.finish(
@@ -263,7 +265,7 @@ class Forward:
             self.cos, self.sin, self.cfg.num_attention_heads, self.cfg.qk_nope_head_dim,
         )  # fmt: skip
 
-    def _index(self, h: Tensor, q_res: Tensor, w: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    def _index(self, h: Tensor, q_res: Tensor, w: dict[str, Tensor]) -> Index:
         """The indexer's view of a layer's input; detached, so that only its KL trains it."""
         return layers.project_index(
             h.detach(), q_res.detach(), w["idx_q"], w["idx_k"], w["idx_gain"], w["idx_bias"],
@@ -301,7 +303,7 @@ class Forward:
             p = sparse_target(ql, qr, c, kr, idx[flat], flat, base, cfg.scale)
         return value, p
 
-    def _score(self, index: tuple[Tensor, ...], idx: Tensor | None) -> Tensor:
+    def _score(self, index: Index, idx: Tensor | None) -> Tensor:
         """The indexer's scores of the taught rows, over all positions or over its selection."""
         assert self.rows is not None
         if idx is None:

@@ -31,12 +31,12 @@ def schedule(u: float) -> float:
 def orthogonalise(update: Tensor) -> Tensor:
     """Nearest semi-orthogonal matrices of a stack [L, m, n], by Newton-Schulz in bf16."""
     tall = update.shape[1] > update.shape[2]
-    x = (update.mT if tall else update).bfloat16()
+    x: Tensor = (update.mT if tall else update).bfloat16()
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(NS_STEPS):
         gram = x @ x.mT
         x = NS_A * x + (NS_B * gram + NS_C * (gram @ gram)) @ x
-    return (x.mT if tall else x).float()
+    return x.mT.float() if tall else x.float()
 
 
 class Optimizer:

@@ -136,7 +136,7 @@ def load_state(trainer: Trainer, folder: Path) -> int:
             for file in folder.glob(f"{kind}-*.safetensors"):
                 for name, value in load_file(file).items():
                     tensors[name].copy_(value)
-    return record["step"]
+    return int(record["step"])
 
 
 def capture(step: Callable[[], None]) -> Callable[[], None]:
@@ -160,7 +160,7 @@ class Run:
 
     def out_of_time(self) -> bool:
         """True once --max-seconds have passed."""
-        return time.monotonic() - self.begin > self.args.max_seconds
+        return bool(time.monotonic() - self.begin > self.args.max_seconds)
 
     def log(self, stage: Stage, step: int) -> None:
         """Write one JSON line of means since the last and advance the bar."""
@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True, help="checkpoint folder")
     parser.add_argument("--log", type=Path, default=None)
-    parser.add_argument("--steps", default="4000,3500,4500,1200", help="steps of the four stages")
+    parser.add_argument("--steps", default="5000,1500,8500,1700", help="steps of the four stages")
     parser.add_argument("--max-seconds", type=float, default=float("inf"))
     parser.add_argument("--save-seconds", type=float, default=120.0)
     parser.add_argument("--log-every", type=int, default=20)

@@ -178,8 +178,8 @@ def _root(
 
 def main() -> None:
     """The console entry point."""
-    # Read when torch is imported. Its threads spin at every barrier by default: beside another busy
-    # process on two cores that makes a decode step 10 to 20 times slower, and costs nothing alone.
+    # Read when torch is imported. By default its threads spin at every barrier: on two cores beside
+    # another busy process that made a decode step 10 to 20 times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app()
 

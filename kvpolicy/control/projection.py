@@ -72,7 +72,7 @@ def _wanted(
 
 
 def _per_store(target: Target, stores: int, reasons: list[str]) -> list[float | None]:
-    if isinstance(target, Sequence):
+    if isinstance(target, Sequence) and not isinstance(target, (str, bytes)):
         values = [_number(v) for v in target]
         if len(values) != stores:
             reasons.append(f"{len(values)} targets for {stores} stores")
@@ -82,10 +82,14 @@ def _per_store(target: Target, stores: int, reasons: list[str]) -> list[float | 
 
 
 def _number(value: object) -> float | None:
+    if isinstance(value, (str, bytes)):
+        return None
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return None
+    except OverflowError:  # a whole number beyond 1.8e308
+        return math.inf if value > 0 else -math.inf  # type: ignore[operator]
 
 
 def _room(plan: Plan, observation: Observation, reasons: list[str]) -> int:
@@ -123,14 +127,25 @@ def _shrink(
 ) -> dict[int, tuple[int, ...]]:
     """Scale everything above the floor by one factor, the largest of 1/1024 steps that fits.
 
-    The floor itself always fits: it is part of what admission reserved.
+    A cache that would take no fewer frames than full residency (a short request: one frame of rows
+    against one of rows and one of metadata) becomes full. So the floor always fits: admission
+    reserved the cheaper of its two forms.
     """
     floor = observation.floor_rows
 
+    def scale(store: StoreView, rows: int, most: int, part: int) -> int:
+        rows = floor + (rows - floor) * part // 1024
+        return most if frames_of(store, rows, most) > frames_of(store, most, most) else rows
+
     def scaled(part: int) -> dict[int, tuple[int, ...]]:
         return {
-            request: tuple(floor + (rows - floor) * part // 1024 for rows in budget)
-            for request, budget in wanted.items()
+            r.request_id: tuple(
+                scale(store, rows, most, part)
+                for store, rows, most in zip(
+                    observation.stores, wanted[r.request_id], r.max_rows, strict=True
+                )
+            )
+            for r in observation.requests
         }
 
     low, high = 0, 1023

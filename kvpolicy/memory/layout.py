@@ -83,8 +83,10 @@ class Layout:
         self.dtype = TORCH_DTYPES[kv_dtype]
         self.key_dtype = TORCH_DTYPES[paired_index_dtype(kv_dtype)]
         widest = max(store.record_bytes(kv_dtype) for store in geometry.stores)
+        windows = (pinned.bytes_per_row(kv_dtype) for pinned in geometry.pinned)
+        least = max(SMALLEST_FRAME, RECORDS_PER_FRAME * widest, *windows)
         self.frame_bytes = SMALLEST_FRAME
-        while self.frame_bytes < RECORDS_PER_FRAME * widest:
+        while self.frame_bytes < least:
             self.frame_bytes *= 2
         self.stores = tuple(self._store(i, store) for i, store in enumerate(geometry.stores))
         self.pinned = tuple(self._pinned(pinned) for pinned in geometry.pinned)
