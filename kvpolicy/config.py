@@ -45,7 +45,10 @@ class SamplingParams(Settings):
 
     def stop_bytes(self) -> tuple[bytes, ...]:
         """The stop texts as bytes, empty ones left out."""
-        raw = (s.encode() if isinstance(s, str) else s for s in self.stop)
+        try:
+            raw = [s.encode() if isinstance(s, str) else s for s in self.stop]
+        except UnicodeEncodeError as error:
+            raise UserError(f"stop = {error.object!r}: is not valid text") from None
         return tuple(s for s in raw if s)
 
 

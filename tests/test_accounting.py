@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from kvpolicy.errors import CapacityError
 from kvpolicy.memory import accounting
 from kvpolicy.memory.accounting import Reserve
-from kvpolicy.memory.hierarchy import CacheRule, Hierarchy
+from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.host_pool import HostPool
 from kvpolicy.memory.layout import Layout
+from kvpolicy.memory.rule import CacheRule
 from kvpolicy.models.presets import PRESETS, TOY
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from toy_model import ToyModel
 import kvpolicy
 from kvpolicy import Engine, EngineConfig, Observation, Plan, SamplingParams
 from kvpolicy.controllers.base import Controller
-from kvpolicy.memory.hierarchy import CacheRule
+from kvpolicy.memory.rule import CacheRule
 from kvpolicy.models.loader import DecodeModel
 
 

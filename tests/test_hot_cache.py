@@ -21,9 +21,10 @@ from kvpolicy.errors import CapacityError, IntegrityError
 from kvpolicy.kernels.eviction import RULES, stamp_of
 from kvpolicy.memory.accounting import Reserve
 from kvpolicy.memory.arena import Arena, Table
-from kvpolicy.memory.hierarchy import CacheRule, Hierarchy
+from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.hot_cache import HotCache, keep_order
 from kvpolicy.memory.layout import Layout, StoreLayout
+from kvpolicy.memory.rule import CacheRule
 from kvpolicy.memory.step import Segment
 from kvpolicy.models.presets import TOY
 

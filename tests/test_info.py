@@ -169,7 +169,7 @@ def test_output_writes_the_same_json(tmp_path: Path) -> None:
 
 
 def test_output_that_can_not_be_written(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--output '.*' can not be written: No such file"):
+    with pytest.raises(UserError, match=r"--output '.*': folder .* does not exist"):
         run("--output", str(tmp_path / "no" / "info.json"))
 
 

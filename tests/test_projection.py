@@ -18,8 +18,9 @@ from kvpolicy.control.projection import ProjectedPlan, frames_of, project
 from kvpolicy.engine.loop import store_views
 from kvpolicy.errors import CapacityError
 from kvpolicy.memory.accounting import Reserve
-from kvpolicy.memory.hierarchy import CacheRule, Hierarchy
+from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.layout import Layout
+from kvpolicy.memory.rule import CacheRule
 from kvpolicy.models.presets import TOY
 
 FRAME = 4096

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvpolicy.cli.output import check_output, emit_json
 from kvpolicy.errors import UserError
 from kvpolicy.models.info import Fit, InfoReport, describe
 from kvpolicy.models.presets import load_geometry
@@ -49,6 +49,7 @@ def info_command(
     ] = None,
 ) -> None:
     """Show a model's KV geometry, its bytes per token, and how many requests fit."""
+    check_output(output)
     geometry = load_geometry(model)
     if layers is not None:
         geometry = geometry.slice(layers)
@@ -60,12 +61,8 @@ def info_command(
         _mib("--device-kv-mib", device_kv_mib),
         _mib("--host-kv-mib", host_kv_mib),
     )
-    text = json.dumps(report.to_dict(), indent=2)
-    if output is not None:
-        _write(output, text + "\n")
-    if as_json:
-        typer.echo(text)
-    else:
+    emit_json(report.to_dict(), to_stdout=as_json, path=output)
+    if not as_json:
         print_report(report, Console())
 
 
@@ -219,10 +216,3 @@ def _mib(option: str, value: int | None) -> int | None:
     if value is not None and value < 1:
         raise UserError(f"{option} is {value}: needs an integer >= 1")
     return None if value is None else value * MIB
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--output {str(path)!r} can not be written: {error.strerror}") from error

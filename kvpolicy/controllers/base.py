@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from kvpolicy.control.observation import Observation, StoreView
 from kvpolicy.control.plan import Plan, Target
-from kvpolicy.memory.hierarchy import CacheRule
+from kvpolicy.memory.rule import CacheRule
 
 
 @runtime_checkable

@@ -6,7 +6,7 @@ from kvpolicy.control.observation import Observation, StoreView
 from kvpolicy.control.plan import Plan, Target
 from kvpolicy.controllers.parameters import row_count
 from kvpolicy.errors import UserError
-from kvpolicy.memory.hierarchy import CacheRule
+from kvpolicy.memory.rule import CacheRule
 
 
 class HiSparse:

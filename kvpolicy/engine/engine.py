@@ -17,7 +17,7 @@ from kvpolicy.engine.loop import ControlLoop
 from kvpolicy.engine.metrics import Metrics
 from kvpolicy.engine.request import Request, RequestOutput, State
 from kvpolicy.engine.scheduler import Batch, Scheduler
-from kvpolicy.errors import CapacityError, UserError
+from kvpolicy.errors import CapacityError, IntegrityError, UserError
 from kvpolicy.memory.accounting import Reserve
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.layout import Layout
@@ -91,6 +91,7 @@ class Engine:
             prompt=self._tokens(prompt),
             params=params,
             eos=self.model.eos,
+            stops=params.stop_bytes(),
             arrived_step=self.steps,
         )
         limit = self.model.geometry.max_context
@@ -249,7 +250,7 @@ class Engine:
         held = set(self.memory.requests)
         running = {request.id for request in self.scheduler.running}
         if held != running:
-            raise CapacityError("device", f"requests {held ^ running} hold memory or run, not both")
+            raise IntegrityError(f"requests {held ^ running} hold memory or run, not both")
 
     def progress(self) -> Progress:
         """How far everything submitted so far is."""

@@ -13,8 +13,9 @@ from kvpolicy.controllers.base import Controller, cache_rule, initial_rows
 from kvpolicy.controllers.registry import make
 from kvpolicy.engine.request import Request, State
 from kvpolicy.memory.counters import RetrievalCounters
-from kvpolicy.memory.hierarchy import CacheRule, Hierarchy
+from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.layout import Layout
+from kvpolicy.memory.rule import CacheRule
 
 log = logging.getLogger(__name__)
 

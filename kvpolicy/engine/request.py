@@ -64,12 +64,13 @@ class RequestOutput:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request inside the engine. computed: tokens whose rows are committed."""
+    """A request inside the engine. computed: tokens whose rows are committed. stops: stop texts."""
 
     id: int
     prompt: tuple[int, ...]
     params: SamplingParams
     eos: tuple[int, ...]
+    stops: tuple[bytes, ...]
     arrived_step: int
     arrived: float = field(default_factory=time.perf_counter)
     state: State = State.WAITING
@@ -121,7 +122,7 @@ class Request:
 
     def _hit_stop(self) -> bool:
         """Cut the text where a stop text has just been completed."""
-        ends = [s for s in self.params.stop_bytes() if self._text.endswith(s)]
+        ends = [s for s in self.stops if self._text.endswith(s)]
         if ends:
             del self._text[-max(len(s) for s in ends) :]
         return bool(ends)

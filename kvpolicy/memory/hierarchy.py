@@ -18,22 +18,8 @@ from kvpolicy.memory.host_pool import HostPool
 from kvpolicy.memory.hot_cache import keep_order
 from kvpolicy.memory.layout import Layout, StoreLayout
 from kvpolicy.memory.request import RequestMemory
+from kvpolicy.memory.rule import CacheRule
 from kvpolicy.memory.step import Segment, SharedTables, StepMemory
-
-
-@dataclass(frozen=True, slots=True)
-class CacheRule:
-    """How hot caches behave; a controller states its own.
-
-    eviction: name in kvpolicy.kernels.eviction.RULES. admit_newest: a committed row enters the hot
-    cache even if another must go (else only into free room). seed: what a cache holds after the
-    prompt: ``selection`` (what the last prompt row selected, then the newest rows) or ``first``
-    (the first rows of the prompt, as SGLang's colocated prefill leaves them).
-    """
-
-    eviction: str = "clock"
-    admit_newest: bool = True
-    seed: str = "selection"
 
 
 @dataclass(frozen=True, slots=True)
