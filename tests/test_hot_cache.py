@@ -268,7 +268,7 @@ class HotCacheMachine(RuleBasedStateMachine):
 
 TestHotCacheMachine = HotCacheMachine.TestCase
 TestHotCacheMachine.settings = settings(
-    max_examples=4 * settings.default.max_examples, stateful_step_count=40
+    max_examples=3 * settings.default.max_examples, stateful_step_count=40
 )
 
 

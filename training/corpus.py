@@ -33,6 +33,7 @@ HELD_OUT_COUNTS = {"lib": 12, "test": 8, "doc": 8, "book": 4}
 SHIPPED_COUNTS = {"lib": 4, "test": 2, "doc": 2, "book": 1}
 # The last fifth of the book is held out; whole files cannot be, as there is one book.
 BOOK_TRAIN_SHARE = 0.8
+PASSAGE_BYTES, PASSAGE_STEP = 56_000, 60_000
 
 
 @dataclass(frozen=True)
@@ -135,12 +136,12 @@ def read_documents(sources: list[Source], folder: Path) -> list[Document]:
 
 
 def split_book(source: Source, name: str, content: bytes) -> list[Document]:
-    """The training part of the book, and held-out passages of 60,000 bytes cut at paragraphs."""
+    """The training part of the book, and held-out passages that start at paragraphs."""
     cut = content.index(b"\n\n", int(len(content) * BOOK_TRAIN_SHARE)) + 2
     parts = [Document(source.name, f"{name}#train", "novel", content[:cut])]
     for number in range(HELD_OUT_COUNTS["book"]):
-        start = content.index(b"\n\n", cut + number * 60_000) + 2 if number else cut
-        part = content[start : start + 60_000 - 4_000]
+        start = content.index(b"\n\n", cut + number * PASSAGE_STEP) + 2 if number else cut
+        part = content[start : start + PASSAGE_BYTES]
         parts.append(Document(source.name, f"{name}#{number}", "book", part))
     return parts
 
