@@ -16,7 +16,7 @@ from kvpolicy.models.presets import from_hf_config, preset
 
 FOLDER = checkpoint_folder("tiny-dsa")
 # Drafters, recordings and controllers depend on these weights: they never change again.
-WEIGHTS_SHA256 = "unfrozen"
+WEIGHTS_SHA256 = "e8abcb943fe8c4f97baf435013ae3f1218a8b3a95dd072d27fec3553066a6143"
 
 
 @pytest.fixture(scope="module")

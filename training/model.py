@@ -217,7 +217,8 @@ def kl_divergence(target: Tensor, score: Tensor) -> Tensor:
 def select(index: Index, run: Pass, k: int) -> Tensor:
     """Selected positions [N, k] int32."""
     chooser = kernels.select if run.triton else reference.select
-    return chooser(*index, run.seq_len, k)
+    queries, keys, weights = (t.detach() for t in index)
+    return chooser(queries, keys, weights, run.seq_len, k)
 
 
 class Forward:

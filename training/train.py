@@ -68,7 +68,7 @@ class Trainer:
     """Parameters, optimiser and the static buffers of the captured step."""
 
     def __init__(self, stream: Stream, total: int, device: torch.device) -> None:
-        """Fresh parameters; `total` steps define the schedule."""
+        """Fresh parameters; the learning rates fall as if `total` steps were run."""
         self.stream, self.total = stream, total
         self.params: Params = init_params(CONFIG, SEED, device)
         for param in self.params.values():
@@ -129,7 +129,7 @@ def load_state(trainer: Trainer, folder: Path) -> int:
         return 0
     record = json.loads((folder / "step.json").read_text())
     if record["total"] != trainer.total:
-        raise ValueError(f"{folder} is of a run of {record['total']} steps; delete it or use those")
+        raise ValueError(f"{folder} is of a run with a horizon of {record['total']} steps; delete it or use that")
     kinds = {"params": trainer.params, **trainer.optimizer.tensors()}
     with torch.no_grad():
         for kind, tensors in kinds.items():
@@ -150,12 +150,14 @@ def capture(step: Callable[[], None]) -> Callable[[], None]:
 class Run:
     """Bookkeeping of one invocation: limits, log, progress."""
 
-    def __init__(self, args: argparse.Namespace, trainer: Trainer, progress: Progress) -> None:
+    def __init__(
+        self, args: argparse.Namespace, trainer: Trainer, progress: Progress, total: int
+    ) -> None:
         """Start the clock."""
         self.args, self.trainer, self.progress = args, trainer, progress
         self.begin = self.saved = self.logged_at = time.monotonic()
         self.logged_step = 0
-        self.task = progress.add_task("train", total=trainer.total, note="")
+        self.task = progress.add_task("train", total=total, note="")
         args.log.parent.mkdir(parents=True, exist_ok=True)
 
     def out_of_time(self) -> bool:
@@ -207,18 +209,19 @@ def train(args: argparse.Namespace) -> bool:
     """Train up to the time limit; True once all steps are done."""
     device = torch.device("cuda")
     plan = stages([int(n) for n in args.steps.split(",")])
-    trainer = Trainer(Stream(args.data, device), sum(s.steps for s in plan), device)
+    trainer = Trainer(Stream(args.data, device), args.horizon, device)
+    total = sum(s.steps for s in plan)
     layers.compile_all()
     step = load_state(trainer, args.state)
     columns = (*Progress.get_default_columns(), TextColumn("{task.fields[note]}"))
     with Progress(*columns, console=Console(width=160)) as progress:
-        run, first = Run(args, trainer, progress), 0
+        run, first = Run(args, trainer, progress, total), 0
         for stage in plan:
             if first <= step < first + stage.steps and not run.out_of_time():
                 step = run.stage(stage, first, step)
             first += stage.steps
     save_state(trainer, step, args.state)
-    return step == trainer.total
+    return step == total
 
 
 def main() -> None:
@@ -228,7 +231,10 @@ def main() -> None:
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True, help="checkpoint folder")
     parser.add_argument("--log", type=Path, default=None)
-    parser.add_argument("--steps", default="5000,1500,8500,1700", help="steps of the four stages")
+    parser.add_argument("--steps", default="5000,1500,4160,1200", help="steps of the four stages")
+    parser.add_argument(
+        "--horizon", type=int, default=16_700, help="steps over which the learning rates would fall"
+    )
     parser.add_argument("--max-seconds", type=float, default=float("inf"))
     parser.add_argument("--save-seconds", type=float, default=120.0)
     parser.add_argument("--log-every", type=int, default=20)
