@@ -1,7 +1,8 @@
-"""Norms, activation and rotary embedding, written so that every element has one order of operations.
+"""Norms, activation and rotary embedding, written so that an element's bits depend on its row only.
 
-Only IEEE-exact element-wise steps and reductions along a row are used. ``silu`` is spelled out
-because the fused CPU operator may use another approximation in the tail of a vector loop.
+Reductions run along a row of fixed width. exp, cos and sin go through one vectorised routine whose
+tail uses the same approximation; ``silu`` is spelled out with exp because the fused CPU operator may
+use another one there. ``choose_tiling`` checks the whole on the machine at hand.
 """
 
 from __future__ import annotations

@@ -38,12 +38,11 @@ class Resolution:
     """Where each wanted entry is.
 
     slot: [u] int64, hot slot or ABSENT (then it is to be staged). missed: [u] bool, not in the hot
-    cache before this call. evicted: entries that lost their slot.
+    cache before this call.
     """
 
     slot: Tensor
     missed: Tensor
-    evicted: int
 
 
 def resolve(
@@ -58,34 +57,32 @@ def resolve(
     slot = state.slot_of.get(wanted).long() if wanted.numel() else wanted
     missed = slot < 0
     if admit is None or state.capacity == 0:
-        return Resolution(slot, missed, 0)
+        return Resolution(slot, missed)
     hits = slot[~missed]
     if rule.touch and hits.numel():
         state.stamp.put(hits, torch.full_like(hits, stamp_of(step, hit=True)))
     incoming = wanted[missed & admit]
     if not incoming.numel():
-        return Resolution(slot, missed, 0)
-    room, evicted = make_room(state, rule, step, incoming.numel(), keep=hits)
+        return Resolution(slot, missed)
+    room = make_room(state, rule, step, incoming.numel(), keep=hits)
     incoming = incoming[: room.numel()]
     place(state, incoming, room, stamp_of(step, hit=False))
     slot = slot.clone()
     slot[torch.searchsorted(wanted, incoming)] = room
-    return Resolution(slot, missed, evicted)
+    return Resolution(slot, missed)
 
 
-def make_room(
-    state: HotState, rule: EvictionRule, step: int, count: int, keep: Tensor
-) -> tuple[Tensor, int]:
+def make_room(state: HotState, rule: EvictionRule, step: int, count: int, keep: Tensor) -> Tensor:
     """Up to ``count`` slots for new rows: free ones first, then victims outside ``keep`` slots.
 
-    Victims lose their map entry here. Returns (slots [<= count] int64, evicted entries).
+    Victims lose their map entry here. Returns int64 [<= count].
     """
     slots = arange(state.capacity, keep.device)
     occupant = state.entry_of.get(slots)
     room = slots[occupant == ABSENT][:count]
     missing = count - room.numel()
     if missing <= 0:
-        return room, 0
+        return room
     candidate = occupant != ABSENT
     candidate[keep] = False
     victims = rule.victims(state.stamp.get(slots), candidate, missing, step, state.sweep)
@@ -93,7 +90,7 @@ def make_room(
         entries = state.entry_of.get(victims).long()
         state.slot_of.put(entries, torch.full_like(entries, ABSENT))
         state.entry_of.put(victims, torch.full_like(victims, ABSENT))
-    return torch.cat([room, victims]), int(victims.numel())
+    return torch.cat([room, victims])
 
 
 def place(state: HotState, entries: Tensor, slots: Tensor, stamp: int) -> None:

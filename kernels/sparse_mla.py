@@ -26,10 +26,10 @@ def sparse_mla(
     def attend(q: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
         scores = torch.bmm(q, kv.transpose(1, 2)) * scale
         # Padding rows of a tile have no valid entry: a large negative number keeps them finite.
-        scores = scores.masked_fill(mask[:, None, :] == 0, torch.finfo(scores.dtype).min)
+        scores = scores.masked_fill(~mask[:, None, :], torch.finfo(scores.dtype).min)
         scores = scores - scores.amax(dim=-1, keepdim=True)
         weight = torch.exp(scores)
         weight = weight / weight.sum(dim=-1, keepdim=True)
         return torch.bmm(weight, kv[:, :, :value_width])
 
-    return tiling.map_rows(attend, query, rows, valid.to(query.dtype))
+    return tiling.map_rows(attend, query, rows, valid)

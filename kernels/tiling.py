@@ -1,22 +1,31 @@
-"""Fixed row tiles: what makes a matrix product independent of the batch it runs in.
+"""Fixed row tiles: what makes a product independent of the batch it runs in.
 
 A GEMM library picks its inner kernel by the shape it is given, and two kernels may add the same
-products in another order. On the CPUs measured, ``F.linear`` gives other bits below 16 rows
-(1, 2 and 15 rows differ, 4, 8, 16 and every multiple of 16 agree), and a score product gives other
-bits below 16 keys. So every product here runs on whole tiles: rows padded to ``Tiling.rows``, keys
-padded to ``Tiling.keys``. Where the library keeps one order for every multiple of the tile (checked
-by :func:`choose_tiling` when an engine starts), tiles run fused in one call; where it does not,
-one call per tile, so that the shape, and with it the kernel, is always the same.
+products in another order. On the CPUs measured, ``F.linear`` gives other bits below 16 rows (1, 2
+and 15 rows differ; 4, 8, 16 and every multiple of 16 agree), and a score product gives other bits
+below 16 keys. So everything that multiplies runs on whole tiles: rows padded to ``Tiling.rows``,
+keys to ``Tiling.keys``.
+
+*Unfused*, one call takes one tile: its shape, and with it the kernel, is always the same. *Fused*,
+one call takes all tiles, which is faster and right only where the library keeps one order for every
+multiple of the tile. :func:`choose_tiling` finds out with the model's own operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+log = logging.getLogger(__name__)
+
+Probe = Callable[["Tiling", int], list[Tensor]]
+"""(tiling, shift) -> results of the model's operations on fixed random rows, moved ``shift`` places
+along and moved back: [n, ...] each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +33,12 @@ class Tiling:
     """How many rows and keys one call sees.
 
     rows: rows of a tile. keys: keys of a tile in the index-score product.
-    fused: a multiple of the tile may go into one call (bits checked equal), else one call a tile.
+    fused: all tiles of an operation go into one call.
     """
 
     rows: int = 16
     keys: int = 64
-    fused: bool = True
+    fused: bool = False
 
     def pad(self, n: int) -> int:
         """Smallest multiple of ``rows`` that holds ``n`` rows (at least one tile)."""
@@ -55,42 +64,24 @@ def linear(x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
     return tiling.map_rows(lambda rows: F.linear(rows, weight), x)
 
 
-def _same_bits(fn: Callable[[Tensor], Tensor], x: Tensor, tile: int) -> bool:
-    """Whether ``fn`` over all rows equals ``fn`` tile by tile and with the rows moved."""
-    whole = fn(x)
-    for step in (tile, 3 * tile):
-        parts = torch.cat([fn(x[a : a + step]) for a in range(0, x.shape[0], step)])
-        if not torch.equal(parts, whole):
-            return False
-    return torch.equal(fn(x.flip(0).contiguous()).flip(0), whole)
+def choose_tiling(probe: Probe, device: torch.device) -> Tiling:
+    """The fastest tiling that keeps every row's bits on this machine.
 
-
-def choose_tiling(
-    linear_shapes: Iterable[tuple[int, int]],
-    score_shapes: Iterable[tuple[int, int]],
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-) -> Tiling:
-    """The widest tiling whose results are bitwise independent of the batch on this machine.
-
-    linear_shapes: (in, out) of every linear layer. score_shapes: (heads, head_dim) of every
-    indexer. On a GPU a tile of 128 rows runs unfused: cuBLAS picks kernels by the row count.
+    A CPU runs fused if that gives the bits of the unfused form; a GPU runs unfused tiles of 128
+    rows, since its library picks kernels by the row count. Warns if a row's bits depend on its
+    place in a tile, which no tiling can mend: then the promise of equal bits does not hold here.
     """
-    if device.type != "cpu":
-        return Tiling(rows=128, keys=512, fused=False)
-    tiling = Tiling()
-    generator = torch.Generator().manual_seed(0)
-    for n_in, n_out in sorted(set(linear_shapes)):
-        x = torch.randn(12 * tiling.rows, n_in, generator=generator).to(dtype)
-        weight = (torch.randn(n_out, n_in, generator=generator) * n_in**-0.5).to(dtype)
-        if not _same_bits(lambda rows, w=weight: F.linear(rows, w), x, tiling.rows):  # type: ignore[misc]
-            return Tiling(fused=False)
-    for heads, dim in sorted(set(score_shapes)):
-        q = torch.randn(4 * tiling.rows * heads, dim, generator=generator).to(dtype)
-        keys = torch.randn(5 * tiling.keys, dim, generator=generator).to(dtype)
-        whole = q @ keys.T
-        for t in (1, 2, 3):
-            part = q[: tiling.rows * heads] @ keys[: t * tiling.keys].T
-            if not torch.equal(part, whole[: tiling.rows * heads, : t * tiling.keys]):
-                return Tiling(fused=False)
+    tiling = Tiling() if device.type == "cpu" else Tiling(rows=128, keys=512)
+    plain = probe(tiling, 0)
+    if not _equal(plain, probe(tiling, 5)):
+        log.warning("on this machine a row's bits depend on its place in a batch of rows")
+    if device.type == "cpu":
+        fused = replace(tiling, fused=True)
+        if _equal(plain, probe(fused, 0)):
+            return fused
+        log.warning("fused tiles give other bits on this machine: running tile by tile, slower")
     return tiling
+
+
+def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

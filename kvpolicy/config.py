@@ -10,8 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvpolicy.errors import UserError, unknown_name
-
-Eviction = Literal["clock", "lru", "fifo", "random"]
+from kvpolicy.memory.rule import Eviction
 
 _Model = TypeVar("_Model", bound="Settings")
 

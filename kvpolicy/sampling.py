@@ -47,7 +47,7 @@ def allowed(logits: Row, params: SamplingParams) -> NDArray[np.bool_]:
         order = order[: params.top_k]
     if params.top_p < 1.0:
         weight = np.exp(logits[order] - logits[order[0]])
-        before = np.cumsum(weight) - weight
+        before = np.concatenate([[0.0], np.cumsum(weight)[:-1]])
         order = order[before < params.top_p * weight.sum()]
     keep[:] = False
     keep[order] = True
@@ -58,6 +58,7 @@ def choose_token(row: NDArray[np.float32], params: SamplingParams, position: int
     """The token at ``position`` (its index in the request). row: float32 [vocab], finite."""
     if params.temperature == 0.0:
         return int(np.argmax(row))  # the first of equal maxima: the lowest id
-    logits = row.astype(np.float64) / params.temperature
+    # From the maximum down, so that the smallest temperature overflows to -inf, never to +inf.
+    logits = (row.astype(np.float64) - row.max()) / params.temperature
     noisy = logits + gumbel(params.seed, position, Role.TARGET, logits.shape[0])
     return int(np.argmax(np.where(allowed(logits, params), noisy, -np.inf)))

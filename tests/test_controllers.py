@@ -218,10 +218,10 @@ def test_what_the_built_in_ones_propose() -> None:
     }
     for spec, rows in plenty.items():
         assert project(make(spec).decide(observation), observation).budgets == {7: rows}
-    assert initial_rows(make("resident"), STORES) == FULL
+    assert initial_rows(make("resident"), STORES) == (FULL, FULL)
     assert initial_rows(make("hisparse:device_buffer_rows=6"), STORES) == (6, 6)
     assert initial_rows(make("static"), STORES) == (8, 12)
-    assert initial_rows(Plug(), STORES) == 0
+    assert initial_rows(Plug(), STORES) == (0, 0)
     assert cache_rule(Plug()) == cache_rule(make("static"))
 
 

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 from micro import micro_model
+from toy_model import ToyModel
 
 import kvpolicy
 from kvpolicy import Engine, EngineConfig, Observation, Plan, SamplingParams, UserError
-from kvpolicy.errors import CapacityError
 from kvpolicy.models.loader import DecodeModel
+from kvpolicy.models.presets import TOY
 
 
 @pytest.fixture(scope="module")
@@ -219,8 +220,72 @@ def test_a_closed_engine_says_so(micro: DecodeModel) -> None:
         engine.submit(b"abc")
 
 
-def test_capacity_error_names_its_tier() -> None:
-    assert CapacityError("host", "x").tier == "host"
+def test_a_swap_to_a_hungrier_controller_does_not_strand_what_waits(micro: DecodeModel) -> None:
+    """What waits was promised memory under the old controller; it runs with what there is."""
+    with make(
+        micro, controller="static:device_buffer_rows=0", device_kv_mib=0.15, staging_rows=16,
+        prefill_chunk=16, max_concurrency=1,
+    ) as engine:  # fmt: skip
+        params = SamplingParams(max_new_tokens=8)
+        want = engine.generate([b"ab" * 200], params)[0]
+        handles = [engine.submit(b"ab" * 200, params) for _ in range(2)]
+        engine.step()
+        engine.set_controller("resident")
+        assert [h.result().logits_sha256 for h in handles] == [want.logits_sha256] * 2
+        assert engine.metrics()["reduced_admissions"] > 0
+
+
+def test_ended_requests_leave_nothing_behind(micro: DecodeModel) -> None:
+    """Only what lives is kept; the totals stay."""
+    with make(micro) as engine:
+        for _ in range(3):
+            engine.generate([b"abc"] * 2, SamplingParams(max_new_tokens=3))
+        assert not engine.requests
+        progress = engine.progress()
+        assert (progress.finished, progress.generated_tokens) == (6, 18)
+        assert progress.prompt_tokens_done == progress.prompt_tokens_total == 18
+
+
+class _Quiet:
+    def decide(self, observation: Observation) -> Plan:
+        return Plan()
+
+
+@pytest.mark.parametrize(
+    ("controller", "says"),
+    [
+        (None, "must be an object with a method decide"),
+        (_Quiet, "must be an object with a method decide"),
+        (type("A", (_Quiet,), {"initial": lambda self, stores: float("nan")})(), "initial"),
+        (type("B", (_Quiet,), {"initial": lambda self, stores: [1, 2, 3, 4, 5]})(), "initial"),
+        (type("C", (_Quiet,), {"initial": lambda self, stores: "many"})(), "initial"),
+        (type("D", (_Quiet,), {"cache_rule": "lru"})(), "cache_rule"),
+    ],
+)
+def test_an_object_that_is_no_controller_is_refused(
+    micro: DecodeModel, controller: object, says: str
+) -> None:
+    with make(micro) as engine:
+        old = engine.control.controller
+        with pytest.raises(UserError, match=says):
+            engine.set_controller(controller)  # type: ignore[arg-type]
+        assert engine.control.controller is old
+        engine.generate([b"abc"], SamplingParams(max_new_tokens=2))
+
+
+def test_a_full_cache_that_shrinks_keeps_what_all_selectors_chose() -> None:
+    """Two selectors on one store: the entries of both are remembered together."""
+    with make(ToyModel(), controller="resident", device_kv_mib=0.5) as engine:  # type: ignore[arg-type]
+        handle = engine.submit(b"abcdefgh" * 6, SamplingParams(max_new_tokens=6))
+        while len(handle._request.tokens) < 4:
+            engine.step()
+        request = engine.memory.requests[handle.id]
+        recent = request.recent[0]
+        assert recent is not None and recent.numel() > TOY.selectors[0].topk
+        engine.set_controller(f"static:device_buffer_rows={recent.numel()}")
+        engine.control.step(engine.steps, engine.memory, engine.scheduler.running, [], 0, 0, 0.0)
+        assert request.hot[0].count_missing(recent) == 0
+        handle.cancel()
 
 
 def test_controllers_are_listed_and_described() -> None:

@@ -75,7 +75,7 @@ class FrameMachine(RuleBasedStateMachine):
         assert self.allocator.peak == self.peak
         assert self.allocator.owners() == {owner: held.count(owner) for owner in held}
         for owner in ("a", 7, "nobody"):
-            assert self.allocator.owned_by(owner) == held.count(owner)
+            assert self.allocator.owners().get(owner, 0) == held.count(owner)
 
 
 TestFrameMachine = FrameMachine.TestCase

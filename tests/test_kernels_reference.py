@@ -27,9 +27,22 @@ LINEAR = ((256, 80), (256, 264), (64, 256), (80, 33))
 SCORES = ((8, 32), (2, 4))
 
 
+def probe(tiling: Tiling, shift: int) -> list[Tensor]:
+    """The products of these tests, as a model hands them to choose_tiling."""
+    found = []
+    for n_in, n_out in LINEAR:
+        x = randn(140, n_in, seed=8).roll(shift, 0)
+        found.append(linear(x, randn(n_out, n_in, seed=9), tiling))
+    for heads, dim in SCORES:
+        q, w = randn(140, heads, dim, seed=10), randn(140, heads, seed=11)
+        keys = randn(300, dim, seed=12)
+        found.append(index_scores(q.roll(shift, 0), w.roll(shift, 0), keys, 1.0, tiling))
+    return [y.roll(-shift, 0) for y in found]
+
+
 @cache
 def tiling() -> Tiling:
-    return choose_tiling(LINEAR, SCORES, CPU)
+    return choose_tiling(probe, CPU)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -91,7 +104,9 @@ def test_linear_is_the_product(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(linear(x, weight, tiling()).double(), exact, rtol=1e-4, atol=1e-4)
 
 
-def test_choose_tiling_falls_back_where_the_library_varies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choose_tiling_falls_back_where_the_library_varies(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A product whose bits depend on the row count is run one tile a call."""
     real = F.linear
 
@@ -99,11 +114,24 @@ def test_choose_tiling_falls_back_where_the_library_varies(monkeypatch: pytest.M
         return real(x, weight) + (x.shape[0] > 48)
 
     monkeypatch.setattr(tiling_module.F, "linear", varying)
-    assert choose_tiling(LINEAR, (), CPU) == Tiling(fused=False)
+    with caplog.at_level("WARNING"):
+        assert choose_tiling(probe, CPU) == Tiling(fused=False)
+    assert "tile by tile" in caplog.text
+
+
+def test_a_row_that_depends_on_its_place_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """No tiling mends that: the engine says that the promise does not hold on such a machine."""
+
+    def placed(tiling: Tiling, shift: int) -> list[Tensor]:
+        return [torch.full((3,), float(shift))]
+
+    with caplog.at_level("WARNING"):
+        choose_tiling(placed, CPU)
+    assert "place in a batch" in caplog.text
 
 
 def test_choose_tiling_runs_unfused_off_the_cpu() -> None:
-    chosen = choose_tiling(LINEAR, SCORES, torch.device("cuda"))
+    chosen = choose_tiling(probe, torch.device("cuda"))
     assert (chosen.rows, chosen.keys, chosen.fused) == (128, 512, False)
 
 

@@ -161,6 +161,14 @@ def test_a_draw_depends_on_seed_and_position_only(
     assert choose_token(row_of(values).copy(), again, position) == first
 
 
+@given(seed=st.integers(0, 2**63 - 1), position=st.integers(0, 2**33))
+def test_a_draw_is_the_largest_noisy_logit(seed: int, position: int) -> None:
+    """With the noise of exactly this position and this seed."""
+    for at in range(position, position + 4):
+        noisy = LOGITS.astype(np.float64) / 1.7 + gumbel(seed, at, Role.TARGET, 8)
+        assert choose_token(LOGITS, params(1.7, seed=seed), at) == int(noisy.argmax())
+
+
 @given(seed=st.integers(0, 2**63 - 1), position=st.integers(0, 2**33), extra=st.integers(1, 50))
 def test_a_tokens_noise_does_not_depend_on_the_vocabulary(
     seed: int, position: int, extra: int

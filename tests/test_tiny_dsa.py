@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 
 import pytest
 import torch
 from forced import decode_text
 from heldout import pieces
 
+from kvpolicy.kernels.tiling import Tiling
 from kvpolicy.models.checkpoint import checkpoint_folder
+from kvpolicy.models.glm_dsa import GlmDsa
 from kvpolicy.models.loader import DecodeModel, load_model
 from kvpolicy.models.presets import from_hf_config, preset
 
@@ -97,3 +100,22 @@ def test_lru_miss_rates_at_one_two_and_four_times_top_k(
     assert 0.25 <= rates[128] <= 0.35
     assert 0.11 <= rates[256] <= 0.19
     assert 0.05 <= rates[512] <= 0.10
+
+
+@pytest.mark.parametrize(
+    ("tiles", "keys"),
+    [(9, 1500), pytest.param(64, 32768, marks=pytest.mark.full)],
+)
+def test_its_operations_keep_their_bits_in_any_batch(
+    model: DecodeModel, tiles: int, keys: int
+) -> None:
+    """The self-check made at load, at larger sizes and with all threads."""
+    assert isinstance(model, GlmDsa)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    try:
+        plain = model._probe(Tiling(), 0, tiles, keys)
+        chosen = model._probe(model.tiling, 7, tiles, keys)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(plain, chosen, strict=True))

@@ -1,7 +1,8 @@
 """Miss counts of a row cache under classic policies on one request's selection trace.
 
 A step selects k rows. They are pinned for the step; those absent are misses. The new token's row
-enters without a miss, unless every slot is pinned. Priorities below: the lowest is evicted first.
+enters without a miss, unless every slot is pinned (kvpolicy appends it after the step, when the
+selected rows may go too). Priorities below: the lowest is evicted first.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ Rows = NDArray[np.int64]
 Trace = NDArray[np.integer]
 
 NEVER = 1 << 30
+# As in kvpolicy's CLOCK (kernels/eviction.py); check.py compares the two.
+CLOCK_SPARE_STEPS = 5
 
 
 def next_uses(trace: Trace, first: int) -> tuple[Rows, Rows]:
@@ -106,38 +109,48 @@ def offer_new(cache: Cache, policy: str, step: int, new: int, rows: Rows, follow
         cache.admit(np.array([new]))
 
 
+def clock_victims(
+    used: Rows, candidate: NDArray[np.bool_], count: int, step: int, hand: int
+) -> tuple[Rows, int]:
+    """Slots [<= count] that a sweep from the hand takes, and the new hand; used: last-use steps.
+
+    Lap 1 spares slots used within CLOCK_SPARE_STEPS steps, lap 2 takes any candidate.
+    """
+    turn = (hand + np.arange(len(used))) % len(used)
+    turn = turn[candidate[turn]]
+    old = step - used[turn] >= CLOCK_SPARE_STEPS
+    taken = np.concatenate([turn[old], turn[~old]])[:count]
+    return taken, int(taken[-1] + 1) % len(used) if len(taken) else hand
+
+
 def simulate_clock(trace: Trace, first: int, capacity: int, counted: int) -> int:
-    """The same for CLOCK: one reference bit a slot, a hand that clears it in passing."""
+    """The same for CLOCK, which works on slots: free ones are filled first, lowest first."""
     slot_row = np.full(capacity, -1, dtype=np.int64)
     slot_of = np.full(first + len(trace), -1, dtype=np.int64)
-    reference, hand, misses = np.zeros(capacity, dtype=bool), 0, 0
+    used, hand, misses = np.zeros(capacity, dtype=np.int64), 0, 0
 
-    def place(rows: Rows, pinned: Rows) -> None:
+    def place(rows: Rows, step: int, pinned: Rows) -> None:
         nonlocal hand
-        held = np.zeros(capacity, dtype=bool)
-        own = slot_of[pinned]
-        held[own[own >= 0]] = True
-        order = (hand + np.arange(capacity)) % capacity
-        open_ = order[~held[order]]
-        victims = np.concatenate([open_[~reference[open_]], open_[reference[open_]]])[: len(rows)]
-        if len(victims) == 0:
-            return
-        last = int(np.flatnonzero(order == victims[-1])[0])
-        second_lap = bool(reference[victims[-1]])
-        reference[order if second_lap else order[: last + 1]] = False
-        hand = (int(victims[-1]) + 1) % capacity
-        gone = slot_row[victims]
-        slot_of[gone[gone >= 0]] = -1
-        slot_row[victims], slot_of[rows[: len(victims)]] = rows[: len(victims)], victims
+        room = np.flatnonzero(slot_row < 0)[: len(rows)]
+        if len(room) < len(rows):
+            candidate = slot_row >= 0
+            candidate[pinned] = False
+            missing = len(rows) - len(room)
+            victims, hand = clock_victims(used, candidate, missing, step, hand)
+            slot_of[slot_row[victims]] = -1
+            room = np.concatenate([room, victims])
+        placed = rows[: len(room)]
+        slot_row[room], slot_of[placed], used[room] = placed, room, step
 
     for step, row in enumerate(trace):
         rows, new = row.astype(np.int64), first + step
-        absent = rows[slot_of[rows] < 0]
+        slots = slot_of[rows]
+        absent, hits = rows[slots < 0], slots[slots >= 0]
         misses += int((absent != new).sum()) * (step >= counted)
-        place(absent, rows)
-        reference[slot_of[rows]] = True
+        used[hits] = step
+        place(absent, step, hits)
         if slot_of[new] < 0:
-            place(np.array([new]), rows)
+            place(np.array([new]), step, slot_of[rows])
     return misses
 
 

@@ -1,4 +1,5 @@
-"""Check the Triton kernels against plain torch and the cache simulator against a plain list.
+"""Check the Triton kernels against plain torch, and the cache simulator against a plain list and
+against kvpolicy's CLOCK (left out where kvpolicy is not installed).
 
 TRITON_INTERPRET=1 python training/check.py     # on a CPU, micro size
 python training/check.py                        # on a GPU
@@ -8,11 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 import reference
+import sparse_kernels
 import torch
 from cachesim import POLICIES, simulate
 from torch import Tensor
-
-import kernels
 
 HEADS, LATENT, ROTARY, INDEX_DIM = 8, 64, 16, 32
 
@@ -32,7 +32,7 @@ def check_select(batch: int, seq_len: int, k: int, device: str) -> None:
     for scale in (0.0, 1.0):
         q, key = (iq, ik) if scale == 0.0 else (iq.round(), ik.round())
         w = iw if scale == 0.0 else (iw * 8).round()
-        got = kernels.select(q, key, w, seq_len, k)
+        got = sparse_kernels.select(q, key, w, seq_len, k)
         want = reference.select(q, key, w, seq_len, k)
         differ = (got != want).any(1).sum().item()
         print(f"select T={seq_len} k={k} ties={scale > 0}: {differ} of {n} rows differ")
@@ -52,9 +52,9 @@ def check_attention(batch: int, seq_len: int, k: int, device: str) -> None:
     inputs = attention_inputs(n, device)
     scores = random(batch, seq_len, seq_len, device=device)
     idx = torch.full((n, k), -1, dtype=torch.int32, device=device)
-    kernels.topk_rows(scores, idx, 0, seq_len, k)
+    sparse_kernels.topk_rows(scores, idx, 0, seq_len, k)
     args = (idx, seq_len, 48**-0.5)
-    got = kernels.SparseAttention.apply(*inputs, *args)
+    got = sparse_kernels.SparseAttention.apply(*inputs, *args)
     want = reference.sparse_attention(*inputs, *args)
     grad = random(*got.shape, device=device)
     pairs = [(got, want)]
@@ -86,16 +86,56 @@ def list_lru(trace: np.ndarray, first: int, capacity: int) -> int:
     return misses
 
 
+class ProductClock:
+    """Slots filled by kvpolicy's own CLOCK rule, free ones first."""
+
+    def __init__(self, capacity: int) -> None:
+        """Empty slots; ImportError where kvpolicy is not installed."""
+        from kvpolicy.kernels.eviction import RULES, SweepState, stamp_of
+
+        self.rule, self.sweep, self.stamp_of = RULES["clock"], SweepState(), stamp_of
+        self.row: list[int | None] = [None] * capacity
+        self.stamp = torch.zeros(capacity, dtype=torch.int32)
+
+    def load(self, rows: list[int], step: int, pinned: set[int]) -> None:
+        """Give rows slots, as far as there are any beside those of pinned rows."""
+        room = [slot for slot, row in enumerate(self.row) if row is None][: len(rows)]
+        if missing := len(rows) - len(room):
+            free = [row is not None and row not in pinned for row in self.row]
+            victims = self.rule.victims(self.stamp, torch.tensor(free), missing, step, self.sweep)
+            room += victims.tolist()
+        for row, slot in zip(rows, room, strict=False):
+            self.row[slot], self.stamp[slot] = row, self.stamp_of(step, hit=False)
+
+    def misses(self, trace: np.ndarray, first: int) -> int:
+        """Misses over the whole trace."""
+        total = 0
+        for step, chosen in enumerate(trace.tolist()):
+            wanted, new = set(chosen), first + step
+            hits = wanted.intersection(self.row)
+            for row in hits:
+                self.stamp[self.row.index(row)] = self.stamp_of(step, hit=True)
+            total += len(wanted - hits - {new})
+            self.load(sorted(wanted - hits), step, hits)
+            if new not in self.row:
+                self.load([new], step, wanted)
+        return total
+
+
 def check_simulator() -> None:
-    """LRU equals the list; Belady misses least; all policies agree when only the set fits."""
+    """LRU equals the list, CLOCK kvpolicy's; Belady misses least; all agree at the set's size."""
     rng, first, k = np.random.default_rng(0), 200, 16
     ages = rng.exponential(30, size=(300, 200)).astype(int)
     rows = np.clip(first + np.arange(300)[:, None] - ages, 0, None)
     trace = np.stack([np.sort(rng.permutation(np.unique(r))[:k]) for r in rows])
-    for capacity in (16, 24, 64):
+    for capacity in (16, 24, 64, 128):
         misses = {p: simulate(trace, first, capacity, p, 0) for p in POLICIES}
         print(f"simulator capacity={capacity}: {misses}")
         assert misses["lru"] == list_lru(trace, first, capacity)
+        try:
+            assert misses["clock"] == ProductClock(capacity).misses(trace, first)
+        except ImportError:
+            print("kvpolicy is not installed: its CLOCK is not compared")
         assert misses["belady"] == min(misses.values())
         assert capacity > k or len(set(misses.values())) == 1
 

@@ -8,11 +8,10 @@ from itertools import pairwise
 
 import layers
 import reference
+import sparse_kernels
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-import kernels
 
 
 @dataclass(frozen=True)
@@ -216,7 +215,7 @@ def kl_divergence(target: Tensor, score: Tensor) -> Tensor:
 
 def select(index: Index, run: Pass, k: int) -> Tensor:
     """Selected positions [N, k] int32."""
-    chooser = kernels.select if run.triton else reference.select
+    chooser = sparse_kernels.select if run.triton else reference.select
     queries, keys, weights = (t.detach() for t in index)
     return chooser(queries, keys, weights, run.seq_len, k)
 
@@ -294,7 +293,9 @@ class Forward:
                 p = dense_target(query, key, self.rows, self.run.seq_len, cfg.scale)
             return value, p
         ql = layers.absorb(qn, kv_b, *dims)
-        attend = kernels.SparseAttention.apply if self.run.triton else reference.sparse_attention
+        attend = (
+            sparse_kernels.SparseAttention.apply if self.run.triton else reference.sparse_attention
+        )
         out = attend(ql, qr, c, kr, idx, self.run.seq_len, cfg.scale)
         value = layers.unabsorb(out, kv_b, *dims)
         if self.rows is None:

@@ -46,7 +46,7 @@ def gather_rows(table: Tensor, idx: Tensor, base: Tensor) -> Tensor:
 def sparse_attention(
     ql: Tensor, qr: Tensor, lat: Tensor, rope: Tensor, idx: Tensor, seq_len: int, scale: float
 ) -> Tensor:
-    """Latent output [N, H, L]; the arguments are those of `kernels.SparseAttention`."""
+    """Latent output [N, H, L]; the arguments are those of `sparse_kernels.SparseAttention`."""
     token = torch.arange(ql.shape[0], device=ql.device)
     base = token // seq_len * seq_len
     rows, ropes = gather_rows(lat, idx, base), gather_rows(rope, idx, base)

@@ -129,7 +129,9 @@ def load_state(trainer: Trainer, folder: Path) -> int:
         return 0
     record = json.loads((folder / "step.json").read_text())
     if record["total"] != trainer.total:
-        raise ValueError(f"{folder} is of a run with a horizon of {record['total']} steps; delete it or use that")
+        raise ValueError(
+            f"{folder} has a horizon of {record['total']} steps: run with it or delete the folder"
+        )
     kinds = {"params": trainer.params, **trainer.optimizer.tensors()}
     with torch.no_grad():
         for kind, tensors in kinds.items():

@@ -7,11 +7,16 @@ residency, and what does not fit together shrinks in proportion, above the floor
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvpolicy.control.observation import Observation, RequestView, StoreView
-from kvpolicy.control.plan import Plan, Target
+from kvpolicy.control.plan import Plan
+
+Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,46 +44,81 @@ def project(plan: Plan, observation: Observation) -> ProjectedPlan:
     Deterministic, no side effects, never raises for a numeric proposal of any value.
     """
     reasons: list[str] = []
-    wanted = {r.request_id: _wanted(plan, r, observation, reasons) for r in observation.requests}
-    unknown = [i for i in plan.targets if i not in wanted]
+    running = {r.request_id for r in observation.requests}
+    unknown = [i for i in plan.targets if i not in running]
     if unknown:
         reasons.append(f"unknown request {unknown[0]}")
-    room = _room(plan, observation, reasons)
-    if _cost(wanted, observation) > room:
+    pool = _Pool(observation)
+    wanted = np.array(
+        [_wanted(plan, r, observation.floor_rows, reasons) for r in observation.requests],
+        dtype=np.int64,
+    ).reshape(pool.most.shape)
+    room = _room(plan, pool, observation, reasons)
+    if pool.cost(wanted) > room:
         reasons.append("more than the memory there is")
-        wanted = _shrink(wanted, observation, room)
-    return ProjectedPlan(wanted, bool(reasons), "; ".join(dict.fromkeys(reasons)))
+        wanted = _shrink(wanted, pool, observation.floor_rows, room)
+    budgets = {
+        r.request_id: tuple(row)
+        for r, row in zip(observation.requests, wanted.tolist(), strict=True)
+    }
+    return ProjectedPlan(budgets, bool(reasons), "; ".join(dict.fromkeys(reasons)))
 
 
-def _wanted(
-    plan: Plan, request: RequestView, observation: Observation, reasons: list[str]
-) -> tuple[int, ...]:
+class _Pool:
+    """Frame arithmetic of all requests and stores at once: arrays [requests, stores]."""
+
+    def __init__(self, observation: Observation) -> None:
+        shape = (len(observation.requests), len(observation.stores))
+        self.per_frame = np.array([s.rows_per_frame for s in observation.stores], dtype=np.int64)
+        self.meta = np.array([s.meta_per_frame for s in observation.stores], dtype=np.int64)
+        most = [r.max_rows for r in observation.requests]
+        held = [r.budget for r in observation.requests]
+        self.most = np.array(most, dtype=np.int64).reshape(shape)
+        self.held = np.array(held, dtype=np.int64).reshape(shape)
+
+    def frames(self, rows: Rows) -> Rows:
+        """:func:`frames_of`, for every request and store."""
+        kept = np.minimum(rows, self.most)
+        meta = np.where(rows >= self.most, 0, -(-kept // self.meta))
+        return -(-kept // self.per_frame) + meta
+
+    def cost(self, rows: Rows) -> int:
+        """Frames of all hot caches together."""
+        return int(self.frames(rows).sum())
+
+
+def _wanted(plan: Plan, request: RequestView, floor: int, reasons: list[str]) -> tuple[int, ...]:
     target = plan.targets.get(request.request_id, plan.default)
     if target is None:
         return request.budget
-    values = _per_store(target, len(request.max_rows), reasons)
+    values = per_store(target, len(request.max_rows))
+    if values is None:
+        reasons.append(f"targets do not match {len(request.max_rows)} stores")
+        values = [None] * len(request.max_rows)
     rows = []
     for value, most, now in zip(values, request.max_rows, request.budget, strict=True):
         if value is None or math.isnan(value):
             reasons.append("not a number")
             rows.append(now)
-        elif value < observation.floor_rows:
+        else:
             if value < 0:
                 reasons.append("negative")
-            rows.append(observation.floor_rows)
-        else:
-            rows.append(int(min(value, most)))
-    return tuple(max(r, observation.floor_rows) for r in rows)
+            rows.append(int(min(max(value, floor), most)))
+    return tuple(max(r, floor) for r in rows)
 
 
-def _per_store(target: Target, stores: int, reasons: list[str]) -> list[float | None]:
-    if isinstance(target, Sequence) and not isinstance(target, (str, bytes)):
-        values = [_number(v) for v in target]
-        if len(values) != stores:
-            reasons.append(f"{len(values)} targets for {stores} stores")
-            values = [None] * stores
-        return values
-    return [_number(target)] * stores
+def per_store(target: object, stores: int) -> list[float | None] | None:
+    """A target as one number per store; None for what is no number, or for a wrong length.
+
+    Takes a number, or any sequence or array of them; text is no number.
+    """
+    if isinstance(target, (str, bytes, Mapping)) or not isinstance(target, Iterable):
+        return [_number(target)] * stores
+    try:
+        values = [_number(value) for value in target]
+    except TypeError:  # an array without dimensions
+        return [_number(target)] * stores
+    return values if len(values) == stores else None
 
 
 def _number(value: object) -> float | None:
@@ -86,72 +126,39 @@ def _number(value: object) -> float | None:
         return None
     try:
         return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return None
     except OverflowError:  # a whole number beyond 1.8e308
         return math.inf if value > 0 else -math.inf  # type: ignore[operator]
+    except Exception:
+        return None
 
 
-def _room(plan: Plan, observation: Observation, reasons: list[str]) -> int:
+def _room(plan: Plan, pool: _Pool, observation: Observation, reasons: list[str]) -> int:
     """Frames that hot rows of all requests may take together, the reserve left out."""
-    held = sum(
-        frames_of(store, rows, most)
-        for request in observation.requests
-        for store, rows, most in zip(
-            observation.stores, request.budget, request.max_rows, strict=True
-        )
-    )
-    room = held + observation.free_bytes // observation.frame_bytes
+    room = pool.cost(pool.held) + observation.free_bytes // observation.frame_bytes
     reserve = _number(plan.reserve_rows)
     if reserve is None or math.isnan(reserve) or reserve < 0:
         reasons.append("reserve is not a number of rows")
         return room
-    if reserve == 0:
-        return room
-    kept = sum(-(-int(min(reserve, 1e12)) // store.rows_per_frame) for store in observation.stores)
+    kept = int((-(-int(min(reserve, 1e12)) // pool.per_frame)).sum())
     return max(0, room - kept)
 
 
-def _cost(budgets: dict[int, tuple[int, ...]], observation: Observation) -> int:
-    return sum(
-        frames_of(store, rows, most)
-        for request in observation.requests
-        for store, rows, most in zip(
-            observation.stores, budgets[request.request_id], request.max_rows, strict=True
-        )
-    )
-
-
-def _shrink(
-    wanted: dict[int, tuple[int, ...]], observation: Observation, room: int
-) -> dict[int, tuple[int, ...]]:
+def _shrink(wanted: Rows, pool: _Pool, floor: int, room: int) -> Rows:
     """Scale everything above the floor by one factor, the largest of 1/1024 steps that fits.
 
-    A cache that would take no fewer frames than full residency (a short request: one frame of rows
-    against one of rows and one of metadata) becomes full. So the floor always fits: admission
-    reserved the cheaper of its two forms.
+    A cache that would take more frames than full residency (a short request: one frame of rows
+    against one of rows and one of metadata) becomes full, so the floor fits wherever it did before.
     """
-    floor = observation.floor_rows
+    full = pool.frames(pool.most)
 
-    def scale(store: StoreView, rows: int, most: int, part: int) -> int:
-        rows = floor + (rows - floor) * part // 1024
-        return most if frames_of(store, rows, most) > frames_of(store, most, most) else rows
-
-    def scaled(part: int) -> dict[int, tuple[int, ...]]:
-        return {
-            r.request_id: tuple(
-                scale(store, rows, most, part)
-                for store, rows, most in zip(
-                    observation.stores, wanted[r.request_id], r.max_rows, strict=True
-                )
-            )
-            for r in observation.requests
-        }
+    def scaled(part: int) -> Rows:
+        rows = floor + (wanted - floor) * part // 1024
+        return np.where(pool.frames(rows) > full, pool.most, rows)
 
     low, high = 0, 1023
     while low < high:
         middle = (low + high + 1) // 2
-        if _cost(scaled(middle), observation) <= room:
+        if pool.cost(scaled(middle)) <= room:
             low = middle
         else:
             high = middle - 1

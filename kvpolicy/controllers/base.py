@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol, runtime_checkable
 
 from kvpolicy.control.observation import Observation, StoreView
-from kvpolicy.control.plan import Plan, Target
+from kvpolicy.control.plan import Plan
+from kvpolicy.control.projection import per_store
+from kvpolicy.errors import UserError
 from kvpolicy.memory.rule import CacheRule
 
 
@@ -14,23 +17,37 @@ class Controller(Protocol):
     """Decides how many hot rows each running request keeps.
 
     Only ``decide`` is needed. Two more may be given: ``cache_rule``, how hot caches evict and
-    admit, and ``initial``, the rows a request must get before it may start (default: none, a
-    request starts with its required memory and gets optional rows at the next decision).
+    admit, and ``initial(stores)``, the rows a request must get before it may start (default: none,
+    a request starts with its required memory and gets optional rows at the next decision).
     """
 
     def decide(self, observation: Observation) -> Plan:
         """A proposal for the next control interval. Called every ``control_interval`` steps and
-        whenever a request was admitted; must not block, keep references or change its argument."""
+        when a request came or went; must not block, keep references or change its argument."""
         ...
 
 
-def initial_rows(controller: Controller, stores: tuple[StoreView, ...]) -> Target:
-    """Hot rows that admission must reserve for a new request: one number, or one per store."""
+def initial_rows(controller: Controller, stores: tuple[StoreView, ...]) -> tuple[float, ...]:
+    """Hot rows per store that admission must reserve for a new request, inf for all of them.
+
+    UserError if the controller has no ``decide`` or its ``initial`` gives anything else.
+    """
+    if isinstance(controller, type) or not callable(getattr(controller, "decide", None)):
+        raise UserError(f"controller {controller!r}: must be an object with a method decide()")
     initial = getattr(controller, "initial", None)
-    return 0 if initial is None else initial(stores)
+    target = 0 if initial is None else initial(stores)
+    rows = per_store(target, len(stores))
+    if rows is None or any(r is None or math.isnan(r) or r < 0 for r in rows):
+        raise UserError(
+            f"controller {type(controller).__name__}: initial() gave {target!r}, must be a number of "
+            f"rows, at least 0, or one for each of {len(stores)} stores"
+        )
+    return tuple(r for r in rows if r is not None)
 
 
 def cache_rule(controller: Controller) -> CacheRule:
-    """The controller's cache rule, or the default one."""
-    rule = getattr(controller, "cache_rule", None)
-    return rule if isinstance(rule, CacheRule) else CacheRule()
+    """The controller's cache rule, or the default one. UserError for anything but a CacheRule."""
+    rule = getattr(controller, "cache_rule", CacheRule())
+    if not isinstance(rule, CacheRule):
+        raise UserError(f"controller {type(controller).__name__}: cache_rule must be a CacheRule")
+    return rule

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from kvpolicy.control.observation import Observation, StoreView
-from kvpolicy.control.plan import Plan, Target
-from kvpolicy.controllers.parameters import row_count
+from kvpolicy.control.observation import StoreView
+from kvpolicy.controllers.static import Static
 from kvpolicy.errors import UserError
 from kvpolicy.memory.rule import CacheRule
 
 
-class HiSparse:
+class HiSparse(Static):
     """SGLang's HiSparse: a fixed device buffer per request and layer, LRU, at every load.
 
     device_buffer_rows: rows, at least top-k; None means SGLang's default 2 x top-k. The newest row
@@ -19,24 +18,11 @@ class HiSparse:
 
     cache_rule = CacheRule(eviction="lru", admit_newest=False, seed="first")
 
-    def __init__(self, device_buffer_rows: int | None = None) -> None:
-        self.rows = (
-            None
-            if device_buffer_rows is None
-            else row_count("device_buffer_rows", device_buffer_rows)
-        )
-
-    def initial(self, stores: tuple[StoreView, ...]) -> Target:
-        """The whole buffer: SGLang allocates it before a request starts."""
-        return self._budget(stores)
-
-    def decide(self, observation: Observation) -> Plan:
-        return Plan.even(self._budget(observation.stores))
-
-    def _budget(self, stores: tuple[StoreView, ...]) -> tuple[int, ...]:
+    def budget(self, stores: tuple[StoreView, ...]) -> tuple[int, ...]:
+        """UserError below top-k, as SGLang refuses it."""
         for store in stores:
             if self.rows is not None and self.rows < store.topk:
                 raise UserError(
                     f"device_buffer_rows = {self.rows}: hisparse needs at least top-k = {store.topk}"
                 )
-        return tuple(2 * s.topk if self.rows is None else self.rows for s in stores)
+        return super().budget(stores)

@@ -22,10 +22,11 @@ class Static:
 
     def initial(self, stores: tuple[StoreView, ...]) -> Target:
         """The budget, from the first token on."""
-        return self._budget(stores)
+        return self.budget(stores)
 
     def decide(self, observation: Observation) -> Plan:
-        return Plan.even(self._budget(observation.stores))
+        return Plan.even(self.budget(observation.stores))
 
-    def _budget(self, stores: tuple[StoreView, ...]) -> tuple[int, ...]:
+    def budget(self, stores: tuple[StoreView, ...]) -> tuple[int, ...]:
+        """Rows per store."""
         return tuple(2 * s.topk if self.rows is None else self.rows for s in stores)

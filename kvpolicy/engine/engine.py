@@ -1,7 +1,8 @@
-"""The engine: observe, decide, compute, commit, emit, one step at a time."""
+"""The engine: decide, admit, compute, commit, emit, one step at a time."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from kvpolicy.telemetry.record import run_record
 
 Prompt = bytes | str | Sequence[int]
 MIB = 1 << 20
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,8 @@ class Engine:
         self.memory = self._make_memory()
         self.scheduler = Scheduler(self.config.max_concurrency, self.config.prefill_chunk)
         self.requests: dict[int, Request] = {}
-        self.metrics_ = Metrics()
+        self.totals = Metrics()
+        self._next_id = 0
         self.steps = 0
         self._closed = False
 
@@ -87,7 +90,7 @@ class Engine:
         self._check_open()
         params = params or SamplingParams()
         request = Request(
-            id=len(self.requests),
+            id=self._next_id,
             prompt=self._tokens(prompt),
             params=params,
             eos=self.model.eos,
@@ -101,8 +104,11 @@ class Engine:
                 f"the model's context is {limit} tokens"
             )
         self.memory.check_fits_alone(request.max_tokens, self._initial_rows(request))
+        self._next_id += 1
         self.requests[request.id] = request
+        self.totals.submit(request)
         self.scheduler.add(request)
+        self.control.wake()
         return RequestHandle(request, self.step, self._cancel)
 
     def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
@@ -168,14 +174,14 @@ class Engine:
     # --- one step --------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Admit, decide, compute one row per decoding request and a chunk of prompts, commit, emit.
+        """Decide, admit, compute one row per decoding request and a chunk of prompts, commit, emit.
 
         Returns False when nothing was left to do.
         """
         self._check_open()
         started = time.perf_counter()
-        self._admit()
         self._control()
+        self._admit()
         batch = self.scheduler.batch()
         if not batch.segments:
             return False
@@ -189,15 +195,22 @@ class Engine:
         return True
 
     def _admit(self) -> None:
-        """Start waiting requests while host, index, map and first hot rows can all be reserved."""
+        """Start waiting requests while host, index, map and first hot rows can all be reserved.
+
+        With nothing running there is nothing to wait for: then a request starts with the floor,
+        which it was found to fit with when it came (a swap may have raised the first hot rows).
+        """
         while (request := self.scheduler.next_waiting) is not None:
+            rows = self._initial_rows(request)
             try:
-                self.memory.admit(request.id, request.max_tokens, self._initial_rows(request))
+                self.memory.admit(request.id, request.max_tokens, rows)
             except CapacityError as error:
-                self.metrics_.deferred[error.tier] = self.metrics_.deferred.get(error.tier, 0) + 1
-                if not self.scheduler.running:
-                    raise
-                return
+                if self.scheduler.running:
+                    self.totals.defer(request, error.tier)
+                    return
+                log.warning("request %d starts with fewer hot rows: %s", request.id, error)
+                self.totals.reduced_admissions += 1
+                self.memory.admit(request.id, request.max_tokens, (0,) * len(rows))
             self.scheduler.start(self.steps)
             self.control.wake()
 
@@ -207,9 +220,9 @@ class Engine:
             self.memory,
             self.scheduler.running,
             list(self.scheduler.waiting),
-            arrivals=len(self.requests),
-            finished=self.metrics_.finished,
-            seconds=self.metrics_.busy_seconds,
+            arrivals=self._next_id,
+            finished=self.totals.finished,
+            seconds=self.totals.busy_seconds,
         )
 
     def _emit(self, batch: Batch, logits: torch.Tensor) -> None:
@@ -221,26 +234,28 @@ class Engine:
                 request.move(State.DECODE)
         for request, row in zip(batch.emits, logits.cpu().numpy(), strict=True):
             if request.take(row) is not None:
-                self.metrics_.generated_tokens += 1
+                self.totals.generated_tokens += 1
             if request.state is State.FINISHED:
                 self._retire(request)
 
     def _retire(self, request: Request) -> None:
         self.scheduler.remove(request)
         self.memory.release(request.id)
+        del self.requests[request.id]
         self.control.forget(request.id)
-        self.metrics_.retire(request)
+        self.totals.retire(request)
 
     def _account(self, started: float) -> None:
         self.steps += 1
-        self.metrics_.note_step(self.memory, time.perf_counter() - started)
+        self.totals.note_step(self.memory, time.perf_counter() - started)
         if self.config.validate_:
             self.check_integrity()
 
     # --- control and reports ---------------------------------------------------------------------
 
     def set_controller(self, spec: str | Controller) -> None:
-        """Swap the controller; it decides at the next step. UserError leaves the old one in place."""
+        """Swap the controller; it decides at the next step. spec: a name with parameters, or an
+        object with ``decide``. UserError leaves the old one in place."""
         self.control.set_controller(spec)
         self.memory.set_rule(self.control.rule)
 
@@ -254,20 +269,21 @@ class Engine:
 
     def progress(self) -> Progress:
         """How far everything submitted so far is."""
-        requests = self.requests.values()
+        live, totals = self.requests.values(), self.totals
         return Progress(
-            prompt_tokens_done=sum(min(r.computed, len(r.prompt)) for r in requests),
-            prompt_tokens_total=sum(len(r.prompt) for r in requests),
-            generated_tokens=sum(len(r.tokens) for r in requests),
-            max_new_tokens_total=sum(r.params.max_new_tokens for r in requests),
+            prompt_tokens_done=totals.ended_prompt_tokens
+            + sum(min(r.computed, len(r.prompt)) for r in live),
+            prompt_tokens_total=totals.prompt_tokens,
+            generated_tokens=totals.generated_tokens,
+            max_new_tokens_total=totals.max_new_tokens,
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
-            finished=self.metrics_.finished,
+            finished=totals.finished,
         )
 
     def metrics(self) -> dict[str, Any]:
         """Everything measured so far, by its documented name."""
-        return self.metrics_.report(self.steps, self.memory, self.control, self.model.weight_bytes)
+        return self.totals.report(self.steps, self.memory, self.control, self.model.weight_bytes)
 
     def record(self) -> dict[str, Any]:
         """The run record: config, versions, commit, machine, command."""

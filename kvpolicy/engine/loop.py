@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvpolicy.control.observation import Observation, RequestView, StoreView
-from kvpolicy.control.plan import Plan, Target
+from kvpolicy.control.plan import Plan
 from kvpolicy.control.projection import ProjectedPlan, project
 from kvpolicy.controllers.base import Controller, cache_rule, initial_rows
 from kvpolicy.controllers.registry import make
@@ -15,12 +15,12 @@ from kvpolicy.engine.request import Request, State
 from kvpolicy.memory.counters import RetrievalCounters
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.layout import Layout
-from kvpolicy.memory.rule import CacheRule
+from kvpolicy.memory.rule import CacheRule, Eviction
 
 log = logging.getLogger(__name__)
 
-# Decisions kept for inspection: about 20 minutes at 50 ms a step and 8 steps a decision.
-LOG_LENGTH = 4096
+# Decisions kept for inspection. One of 128 requests takes about 50 KB.
+LOG_LENGTH = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class ControlLoop:
     because the controller failed (then every request keeps its budget).
     """
 
-    def __init__(self, spec: str, interval: int, layout: Layout, eviction: str | None) -> None:
+    def __init__(self, spec: str, interval: int, layout: Layout, eviction: Eviction | None) -> None:
         self.interval = interval
         self.stores = store_views(layout)
         self.log: deque[Decision] = deque(maxlen=LOG_LENGTH)
@@ -76,28 +76,23 @@ class ControlLoop:
         self._base = _Baseline()
         self._seen: dict[int, RetrievalCounters] = {}
         self._due = True
+        self.rule = CacheRule()
+        self._initial: tuple[float, ...] = ()
         self.set_controller(spec)
 
     def set_controller(self, spec: str | Controller) -> None:
         """Swap the controller; it decides at the next step. UserError leaves the old one in place."""
         controller = make(spec) if isinstance(spec, str) else spec
-        self.initial: Target = initial_rows(controller, self.stores)
-        self.controller = controller
+        initial, rule = initial_rows(controller, self.stores), cache_rule(controller)
+        if self._eviction is not None:
+            rule = replace(rule, eviction=self._eviction)
+        self.controller, self._initial, self.rule = controller, initial, rule
         self._due = True
-
-    @property
-    def rule(self) -> CacheRule:
-        """How hot caches behave under this controller; an explicit eviction goes before its own."""
-        rule = cache_rule(self.controller)
-        if self._eviction is None:
-            return rule
-        return CacheRule(self._eviction, rule.admit_newest, rule.seed)
 
     def initial_rows(self, max_entries: tuple[int, ...]) -> tuple[int, ...]:
         """Rows per store that admission must reserve for a request with these many entries."""
-        target = self.initial
-        each = target if isinstance(target, (tuple, list)) else [target] * len(max_entries)
-        return tuple(int(min(rows, most)) for rows, most in zip(each, max_entries, strict=True))
+        each = zip(self._initial, max_entries, strict=True)
+        return tuple(int(min(rows, most)) for rows, most in each)
 
     def wake(self) -> None:
         """Ask for a decision at the next step, whatever the interval (a request came or went)."""
@@ -121,25 +116,28 @@ class ControlLoop:
         now = _Baseline(step, memory.counters.host_to_device_bytes, arrivals, finished, seconds)
         observation = self._observe(now, memory, running, waiting)
         self._base, self._due = now, False
-        plan, reason = self._ask(observation)
-        projected = project(plan, observation)
+        plan, projected, reason = self._ask(observation)
         self.decisions += 1
         self.projections += projected.changed
         self.log.append(Decision(step, observation, plan, projected, reason or projected.reason))
         memory.set_budgets(projected.budgets)
 
-    def _ask(self, observation: Observation) -> tuple[Plan, str]:
+    def _ask(self, observation: Observation) -> tuple[Plan, ProjectedPlan, str]:
+        """The controller's plan made feasible; what every request has now if it gives none."""
         try:
             plan: object = self.controller.decide(observation)
-        except Exception as error:
+            if not isinstance(plan, Plan):
+                raise TypeError(f"decide() returned {type(plan).__name__}, not a Plan")
+            projected = project(plan, observation)
+        except Exception as error:  # a foreign plug-in may raise anything
             reason = f"{type(error).__name__}: {error}"
-        else:
-            if isinstance(plan, Plan):
-                return plan, ""
-            reason = f"decide() returned {type(plan).__name__}, not a Plan"
-        self.fallbacks += 1
-        log.warning("controller failed at step %d, budgets kept: %s", observation.step, reason)
-        return Plan.keep(observation), reason
+            self.fallbacks += 1
+            log.warning("controller failed at step %d, budgets kept: %s", observation.step, reason)
+            kept = Plan.keep(observation)
+            return kept, project(kept, observation), reason
+        if projected.changed:
+            log.info("plan of step %d was altered: %s", observation.step, projected.reason)
+        return plan, projected, ""
 
     def _observe(
         self, now: _Baseline, memory: Hierarchy, running: list[Request], waiting: list[Request]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,23 +11,51 @@ from kvpolicy.engine.request import Request
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.telemetry.latency import percentiles_ms
 
+# Latencies kept: percentiles speak of the last requests.
+LATENCIES = 100_000
+
+
+def _latencies() -> deque[float]:
+    return deque(maxlen=LATENCIES)
+
 
 @dataclass(slots=True)
 class Metrics:
-    """Running totals. busy_seconds: wall time inside steps. deferred: admissions put off, by tier."""
+    """Running totals. busy_seconds: wall time inside steps.
 
+    deferred: requests put off at least once, by the tier that bound first. reduced_admissions:
+    requests that started with fewer hot rows than the controller asks for, since nothing else ran.
+    """
+
+    prompt_tokens: int = 0
+    ended_prompt_tokens: int = 0
+    max_new_tokens: int = 0
     generated_tokens: int = 0
     finished: int = 0
+    reduced_admissions: int = 0
     busy_seconds: float = 0.0
     optional_byte_steps: int = 0
     required_peak: int = 0
     deferred: dict[str, int] = field(default_factory=dict)
-    tpot: list[float] = field(default_factory=list)
-    ttft: list[float] = field(default_factory=list)
+    tpot: deque[float] = field(default_factory=_latencies)
+    ttft: deque[float] = field(default_factory=_latencies)
+    _last_deferred: int = -1
+
+    def submit(self, request: Request) -> None:
+        """Count a new request."""
+        self.prompt_tokens += len(request.prompt)
+        self.max_new_tokens += request.params.max_new_tokens
+
+    def defer(self, request: Request, tier: str) -> None:
+        """Count a request that has to wait for memory, once."""
+        if request.id > self._last_deferred:
+            self._last_deferred = request.id
+            self.deferred[tier] = self.deferred.get(tier, 0) + 1
 
     def retire(self, request: Request) -> None:
-        """Note the latencies of a request that has ended."""
+        """Count a request that has ended, and its latencies."""
         self.finished += 1
+        self.ended_prompt_tokens += min(request.computed, len(request.prompt))
         if request.first_token is None or request.last_token is None:
             return
         self.ttft.append(request.first_token - request.arrived)
@@ -78,6 +107,7 @@ class Metrics:
             "controller_fallbacks": control.fallbacks,
             "preemptions": 0,
             "deferred_admissions": dict(self.deferred),
+            "reduced_admissions": self.reduced_admissions,
             "prefill": {
                 "selected_rows": memory.counters.prefill.selected_rows,
                 "unique_rows": memory.counters.prefill.unique_rows,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 from kvpolicy.config import SamplingParams
 from kvpolicy.errors import IntegrityError
 from kvpolicy.sampling import choose_token
+
+log = logging.getLogger(__name__)
 
 
 class State(Enum):
@@ -105,6 +108,7 @@ class Request:
         Returns the token, or None if the row is not finite (finish_reason error).
         """
         if not np.isfinite(row).all():
+            log.error("request %d ended: its logits are not finite", self.id)
             self.finish("error")
             return None
         token = choose_token(row, self.params, len(self.prompt) + len(self.tokens))

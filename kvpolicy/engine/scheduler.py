@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from kvpolicy.engine.request import Request, State
-from kvpolicy.memory.step import Segment
+from kvpolicy.memory.segments import Segment
 
 
 @dataclass(frozen=True, slots=True)

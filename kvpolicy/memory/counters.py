@@ -12,7 +12,7 @@ class RetrievalCounters:
     selected_rows: rows that query rows attended to. unique_rows: after the union over the query
     rows of one request. fetched_rows: copied from the host for attention (misses).
     staged_rows: those of them that could not stay. refetched_rows: copied again for a later layer
-    because the step was served in waves. evicted_entries: entries that lost their slot.
+    because the step was served in waves.
     """
 
     selected_rows: int = 0
@@ -20,7 +20,6 @@ class RetrievalCounters:
     fetched_rows: int = 0
     staged_rows: int = 0
     refetched_rows: int = 0
-    evicted_entries: int = 0
     host_to_device_bytes: int = 0
 
     def add(self, other: RetrievalCounters) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
 from collections.abc import Hashable, Iterable
 
 from kvpolicy.errors import CapacityError, IntegrityError
@@ -17,9 +19,9 @@ class FrameAllocator:
         if num_frames < 0:
             raise ValueError(f"num_frames = {num_frames}: must be 0 or more")
         self.num_frames = num_frames
-        # Kept sorted from high to low, so that pop() gives the lowest free frame in O(1).
-        self._free = list(range(num_frames - 1, -1, -1))
+        self._free = list(range(num_frames))  # a heap: the lowest free frame first
         self._owner: dict[int, Hashable] = {}
+        self._held: Counter[Hashable] = Counter()
         self._peak = 0
 
     @property
@@ -37,18 +39,24 @@ class FrameAllocator:
         """Most frames ever in use at once."""
         return self._peak
 
-    def allocate(self, count: int, owner: Hashable) -> list[int]:
-        """``count`` frames for ``owner``, or CapacityError and no change."""
-        if count < 0:
-            raise ValueError(f"count = {count}: must be 0 or more")
+    def require(self, count: int, owner: Hashable) -> None:
+        """CapacityError unless ``count`` frames are free. Changes nothing."""
         if count > len(self._free):
             raise CapacityError(
                 "device",
                 f"{count} frames wanted for {owner}, {len(self._free)} of {self.num_frames} free",
             )
-        frames = [self._free.pop() for _ in range(count)]
+
+    def allocate(self, count: int, owner: Hashable) -> list[int]:
+        """``count`` frames for ``owner``, or CapacityError and no change."""
+        if count < 0:
+            raise ValueError(f"count = {count}: must be 0 or more")
+        self.require(count, owner)
+        frames = [heapq.heappop(self._free) for _ in range(count)]
         for frame in frames:
             self._owner[frame] = owner
+        if count:
+            self._held[owner] += count
         self._peak = max(self._peak, self.used)
         return frames
 
@@ -63,27 +71,25 @@ class FrameAllocator:
             raise IntegrityError(f"{owner} releases a frame twice in one call")
         for frame in frames:
             del self._owner[frame]
+            heapq.heappush(self._free, frame)
         if frames:
-            self._free = sorted([*self._free, *frames], reverse=True)
-
-    def owned_by(self, owner: Hashable) -> int:
-        """How many frames ``owner`` holds. O(frames in use)."""
-        return sum(1 for held in self._owner.values() if held == owner)
+            self._held[owner] -= len(frames)
+            if not self._held[owner]:
+                del self._held[owner]
 
     def owners(self) -> dict[Hashable, int]:
         """Frames held, by owner."""
-        count: dict[Hashable, int] = {}
-        for owner in self._owner.values():
-            count[owner] = count.get(owner, 0) + 1
-        return count
+        return dict(self._held)
 
     def check_integrity(self) -> None:
         """IntegrityError unless every frame is exactly free or owned, once."""
         free = set(self._free)
         if len(free) != len(self._free):
             raise IntegrityError("a frame is twice in the free list")
-        if self._free != sorted(self._free, reverse=True):
+        if any(self._free[(i - 1) // 2] > self._free[i] for i in range(1, len(self._free))):
             raise IntegrityError("the free list lost its order")
+        if Counter(self._owner.values()) != self._held:
+            raise IntegrityError("the frames counted by owner differ from those owned")
         both = free & self._owner.keys()
         if both:
             raise IntegrityError(f"frames {sorted(both)[:8]} are free and owned")

@@ -19,7 +19,8 @@ from kvpolicy.memory.hot_cache import keep_order
 from kvpolicy.memory.layout import Layout, StoreLayout
 from kvpolicy.memory.request import RequestMemory
 from kvpolicy.memory.rule import CacheRule
-from kvpolicy.memory.step import Segment, SharedTables, StepMemory
+from kvpolicy.memory.segments import Segment, SharedTables
+from kvpolicy.memory.step import StepMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +245,7 @@ class Hierarchy:
                 for selector in self.layout.geometry.selectors_of(store.store.name)
             ]
             recent = torch.unique(torch.cat(chosen))
-            recent = recent[(recent >= 0) & (recent < committed)]
+            recent = recent[recent >= 0]
             request.recent[store.index] = recent
             if hot.full or not hot.capacity:
                 continue

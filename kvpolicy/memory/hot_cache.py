@@ -20,6 +20,8 @@ from kvpolicy.memory.arena import Arena, Table
 from kvpolicy.memory.layout import StoreLayout
 
 ENTRY, STAMP = 0, 1
+# Records copied at once when a cache becomes full: bounds the copy that is outside the arena.
+PROMOTE_ROWS = 1024
 
 Fetch = Callable[[Tensor], Tensor]
 """Records of entries from the host: int64 [n] -> [n, layers, width] on the device."""
@@ -85,7 +87,7 @@ class HotCache:
     def resolve(self, wanted: Tensor, step: int, admit: Tensor | None) -> Resolution:
         """See :func:`kvpolicy.kernels.resolve.resolve`. A full cache misses nothing."""
         if self.full:
-            return Resolution(wanted, torch.zeros_like(wanted, dtype=torch.bool), 0)
+            return Resolution(wanted, torch.zeros_like(wanted, dtype=torch.bool))
         return resolve(wanted, self.state, self.rule, step, admit)
 
     def write(self, slots: Tensor, records: Tensor) -> None:
@@ -107,7 +109,7 @@ class HotCache:
         state = self.state
         nothing = entries[:0]
         if evict:
-            room, _ = make_room(state, self.rule, step, entries.numel(), keep=nothing)
+            room = make_room(state, self.rule, step, entries.numel(), keep=nothing)
         else:
             slots = arange(self.capacity, self.device)
             room = slots[state.entry_of.get(slots) == ABSENT][: entries.numel()]
@@ -140,7 +142,7 @@ class HotCache:
     def _grow(self, rows: int) -> None:
         old = self.capacity
         needed = self.layout.hot_frames(rows, False) - self.num_frames
-        self._check_free(needed)
+        self._frames.require(needed, self._rows.owner)
         self._rows.resize(rows)
         self._meta.resize(rows)
         self.capacity = rows
@@ -175,15 +177,17 @@ class HotCache:
 
     def _become_full(self, committed: int, fetch: Fetch) -> None:
         """Promotion: all rows come from the host into place. The map is left absent, unused."""
-        self._check_free(self.layout.hot_frames(self.max_entries, True) - self.num_frames)
+        self._frames.require(
+            self.layout.hot_frames(self.max_entries, True) - self.num_frames, self._rows.owner
+        )
         self._clear_map()
         self._rows.resize(0)
         self._meta.resize(0)
         self._rows.resize(self.max_entries)
         self.capacity = self.max_entries
         self.full = True
-        entries = arange(committed, self.device)
-        if committed:
+        for start in range(0, committed, PROMOTE_ROWS):
+            entries = arange(committed, self.device)[start : start + PROMOTE_ROWS]
             self._rows.paged.put(entries, fetch(entries))
 
     def _leave_full(self, rows: int, committed: int, recent: Tensor | None) -> None:
@@ -201,6 +205,9 @@ class HotCache:
         if rows and entries.numel():
             room = arange(entries.numel(), self.device)
             place(self.state, entries, room, 0)
+            if recent is not None:
+                selected = room[torch.isin(entries, recent)]
+                self.state.stamp.put(selected, torch.ones_like(selected))
             self.write(room, records)
 
     def seed(self, entries: Tensor, records: Tensor, step: int) -> None:
@@ -229,11 +236,6 @@ class HotCache:
     def _set_meta(self, slots: Tensor, entry: Tensor, stamp: Tensor) -> None:
         if slots.numel():
             self._meta.paged.put(slots, torch.stack([entry.int(), stamp.int()], dim=-1))
-
-    def _check_free(self, frames: int) -> None:
-        """CapacityError now rather than half way, with one table grown and the other not."""
-        if frames > self._frames.free:
-            self._frames.allocate(frames, self._rows.owner)  # raises, changes nothing
 
     # --- integrity -----------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from kvpolicy.errors import UserError
 from kvpolicy.models.geometry import Geometry, Pinned, RowStore, Selector, paired_index_dtype
 
 TORCH_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
-INT_BYTES = 4
 # Two int32 per hot slot: the entry in it and the stamp of its last use.
 META_WIDTH = 2
 # A frame holds at least this many of the widest record: the unused tail of a frame (less than one

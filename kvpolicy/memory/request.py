@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kvpolicy.errors import CapacityError, IntegrityError
@@ -35,6 +36,7 @@ class RequestMemory:
         self.committed = 0
         self.counters = RetrievalCounters()
         self.recent: list[Tensor | None] = [None] * len(layout.stores)
+        self._recent_step = [-1] * len(layout.stores)
         self._host = host
         self.region = host.reserve(max_tokens)
         self.keys: list[Table] = []
@@ -67,6 +69,14 @@ class RequestMemory:
     def committed_entries(self, store: int) -> int:
         """Entries of a store that are complete and durable."""
         return self.layout.stores[store].store.entries(self.committed)
+
+    def note_selected(self, store: int, step: int, entries: Tensor) -> None:
+        """Remember what a step selected of a store; all its selectors and waves together."""
+        known = self.recent[store]
+        if known is not None and self._recent_step[store] == step:
+            entries = torch.unique(torch.cat([known, entries]))
+        self.recent[store] = entries
+        self._recent_step[store] = step
 
     def release(self) -> None:
         """Give everything back; a second call does nothing."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,26 +16,10 @@ from torch import Tensor
 from kvpolicy.kernels.paging import scatter
 from kvpolicy.memory.arena import Arena
 from kvpolicy.memory.counters import MemoryCounters, RetrievalCounters
-from kvpolicy.memory.layout import StoreLayout
+from kvpolicy.memory.layout import Layout, StoreLayout
 from kvpolicy.memory.request import RequestMemory
+from kvpolicy.memory.segments import Segment, SharedTables, Wave
 from kvpolicy.models.geometry import Selector
-
-if TYPE_CHECKING:
-    from kvpolicy.memory.step import Segment, StepMemory
-
-
-@dataclass(frozen=True, slots=True)
-class Wave:
-    """Query rows start..stop-1 of the step, all of whose selected rows are on the device.
-
-    locations: int64 [stop - start, k] in the arena; valid: bool, False where a row has fewer than
-    k entries (the location then repeats a valid one).
-    """
-
-    start: int
-    stop: int
-    locations: Tensor
-    valid: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,175 +35,172 @@ class _Piece:
 
 
 class Retriever:
-    """Serves the selections of one step, wave by wave."""
+    """Serves the selections of one step, wave by wave. requests and segments go in pairs."""
 
-    def __init__(self, step: StepMemory, arena: Arena, counters: MemoryCounters) -> None:
-        self._step = step
+    def __init__(
+        self,
+        layout: Layout,
+        arena: Arena,
+        tables: SharedTables,
+        requests: tuple[RequestMemory, ...],
+        segments: tuple[Segment, ...],
+        step: int,
+        counters: MemoryCounters,
+    ) -> None:
+        self._layout = layout
         self._arena = arena
+        self._tables = tables
+        self._pairs = tuple(zip(requests, segments, strict=True))
+        self._step = step
         self._counters = counters
 
-    def waves(self, selector: Selector, first: bool) -> Iterator[Wave]:
-        """Waves over all rows, in row order. first: admit misses and count; else look up only."""
-        step = self._step
-        store = step.layout.of(selector)
-        room = self.staging_rows(store)
+    def waves(self, selector: Selector, chosen: Tensor, first: bool) -> Iterator[Wave]:
+        """Waves over all rows, in row order.
+
+        chosen: int64 [n, k], the selection. first: admit misses and count; else look up only.
+        """
+        store = self._layout.of(selector)
+        room = self._tables.staging[store.index].items
         pieces: list[_Piece] = []
         staged = waves = 0
-        for request, segment in zip(step.requests, step.segments, strict=True):
-            for start, stop in self._cuts(selector, store, request, segment, room):
+        for request, segment in self._pairs:
+            for rows, unique in self._cuts(store, request, segment, chosen, room):
                 if pieces and pieces[-1].request is request:
                     # A later piece of the same request may evict what an earlier one waits for.
                     waves += 1
-                    yield self._wave(selector, store, pieces)
+                    yield self._wave(store, chosen, pieces)
                     pieces, staged = [], 0
-                piece = self._resolve(selector, store, request, segment, (start, stop), first)
+                piece = self._resolve(store, request, segment, chosen, rows, unique, first)
                 if staged + piece.staged.numel() > room:
                     waves += 1
-                    yield self._wave(selector, store, pieces)
+                    yield self._wave(store, chosen, pieces)
                     pieces, staged = [], 0
                 staged += self._stage(store, piece, staged)
                 pieces.append(piece)
         if pieces:
             waves += 1
-            yield self._wave(selector, store, pieces)
+            yield self._wave(store, chosen, pieces)
         self._counters.request_waves += max(0, waves - 1)
-
-    def staging_rows(self, store: StoreLayout) -> int:
-        """Records of a store that the staging area holds."""
-        return self._step.tables.staging[store.index].items
 
     def _cuts(
         self,
-        selector: Selector,
         store: StoreLayout,
         request: RequestMemory,
         segment: Segment,
+        chosen: Tensor,
         room: int,
-    ) -> Iterator[tuple[int, int]]:
-        """Row ranges of a segment whose missing entries fit staging, the longest by halving."""
+    ) -> Iterator[tuple[tuple[int, int], Tensor]]:
+        """Row ranges of a segment whose missing entries fit staging, the longest by halving, each
+        with its distinct entries, ascending."""
+        hot = request.hot[store.index]
+        committed = request.committed_entries(store.index)
         start = segment.start
         while start < segment.stop:
             count = segment.stop - start
-            while count > 1:
-                old = self._unique(selector, store, request, start, start + count)[1]
-                if old.numel() <= room or request.hot[store.index].count_missing(old) <= room:
+            while True:
+                rows = chosen[start : start + count]
+                unique = torch.unique(rows[rows >= 0])
+                old = unique[unique < committed]
+                if count == 1 or old.numel() <= room or hot.count_missing(old) <= room:
                     break
                 count = (count + 1) // 2
-            yield start, start + count
+            yield (start, start + count), unique
             start += count
-
-    def _unique(
-        self, selector: Selector, store: StoreLayout, request: RequestMemory, start: int, stop: int
-    ) -> tuple[Tensor, Tensor]:
-        """Distinct entries of some rows, ascending, and those of them that are not in flight."""
-        chosen = self._step.selection(selector)[start:stop]
-        unique = torch.unique(chosen[chosen >= 0])
-        return unique, unique[unique < request.committed_entries(store.index)]
 
     def _resolve(
         self,
-        selector: Selector,
         store: StoreLayout,
         request: RequestMemory,
         segment: Segment,
+        chosen: Tensor,
         rows: tuple[int, int],
+        unique: Tensor,
         first: bool,
     ) -> _Piece:
-        step = self._step
-        unique, old = self._unique(selector, store, request, *rows)
+        committed = request.committed_entries(store.index)
+        old = unique[unique < committed]
         hot = request.hot[store.index]
         admit = torch.ones_like(old, dtype=torch.bool) if first and segment.decode else None
-        found = hot.resolve(old, step.step, admit)
+        found = hot.resolve(old, self._step, admit)
         kept = found.slot >= 0
         where = torch.empty_like(unique)
         where[: old.numel()][kept] = hot.locate(found.slot[kept])
-        flying = unique[old.numel() :]
-        where[old.numel() :] = self._in_flight(store, segment, flying)
+        where[old.numel() :] = self._in_flight(store, segment, unique[old.numel() :])
         loaded = found.missed & kept
         if bool(loaded.any()):
-            hot.write(found.slot[loaded], self.fetch(store, request, old[loaded]))
+            hot.write(found.slot[loaded], self._fetch(store, request, old[loaded]))
         staged = (~kept).nonzero()[:, 0]
-        self._count(store, request, segment, rows, selector, found.missed, staged, first)
         if first:
-            self._account(segment, RetrievalCounters(evicted_entries=found.evicted), request)
-            request.recent[store.index] = old
+            request.note_selected(store.index, self._step, old)
+            wanted = chosen[rows[0] : rows[1]]
+            selected = int(((wanted >= 0) & (wanted < committed)).sum())
+            count = _first_count(store, selected, found.missed, staged)
+        else:
+            count = _repeat_count(store, staged)
+        total = self._counters.decode if segment.decode else self._counters.prefill
+        total.add(count)
+        if segment.decode:
+            request.counters.add(count)
         return _Piece(rows[0], rows[1], unique, where, staged, request)
 
     def _in_flight(self, store: StoreLayout, segment: Segment, entries: Tensor) -> Tensor:
         """Locations of entries that this step completes: the row of their last token."""
         per = store.store.tokens_per_entry
         row = entries * per + per - 1 - segment.position + segment.start
-        return self._step.tables.inflight[store.index].paged.locate(row)
+        return self._tables.inflight[store.index].paged.locate(row)
 
     def _stage(self, store: StoreLayout, piece: _Piece, offset: int) -> int:
         """Fetch what cannot stay into staging rows ``offset``...; returns how many."""
         count = piece.staged.numel()
         if count:
-            table = self._step.tables.staging[store.index].paged
+            table = self._tables.staging[store.index].paged
             places = torch.arange(offset, offset + count, device=self._arena.device)
             piece.where[piece.staged] = table.locate(places)
-            records = self.fetch(store, piece.request, piece.unique[piece.staged])
+            records = self._fetch(store, piece.request, piece.unique[piece.staged])
             scatter(table.view, table.locate(places), records)
         return count
 
-    def _wave(self, selector: Selector, store: StoreLayout, pieces: list[_Piece]) -> Wave:
+    def _wave(self, store: StoreLayout, chosen: Tensor, pieces: list[_Piece]) -> Wave:
         start, stop = pieces[0].start, pieces[-1].stop
-        chosen = self._step.selection(selector)[start:stop]
         locations = []
         for piece in pieces:
-            own = chosen[piece.start - start : piece.stop - start]
+            own = chosen[piece.start : piece.stop]
             if not piece.unique.numel():
                 # Nothing visible yet (the first tokens of an entry): any finite row, never valid.
                 row = torch.full((1,), piece.start, device=own.device)
-                anywhere = self._step.tables.inflight[store.index].paged.locate(row)
+                anywhere = self._tables.inflight[store.index].paged.locate(row)
                 locations.append(anywhere.expand(own.shape))
                 continue
-            # Padding (-1) sorts before every entry: index 0 repeats the first valid location.
+            # Padding (-1) takes index 0: it repeats the first valid location.
             at = torch.searchsorted(piece.unique, own.clamp_min(0).contiguous())
             at = torch.where(own >= 0, at, 0)
             locations.append(piece.where[at])
-        return Wave(start, stop, torch.cat(locations), chosen >= 0)
+        return Wave(start, stop, torch.cat(locations), chosen[start:stop] >= 0)
 
-    def fetch(self, store: StoreLayout, request: RequestMemory, entries: Tensor) -> Tensor:
+    def _fetch(self, store: StoreLayout, request: RequestMemory, entries: Tensor) -> Tensor:
         """Records of committed entries from the host: int64 [f] -> [f, layers, width], on the device."""
         records = request.region.rows[store.index][entries.cpu()]
         return records.to(self._arena.device)
 
-    # --- counting --------------------------------------------------------------------------------
 
-    def _count(
-        self,
-        store: StoreLayout,
-        request: RequestMemory,
-        segment: Segment,
-        rows: tuple[int, int],
-        selector: Selector,
-        missed: Tensor,
-        staged: Tensor,
-        first: bool,
-    ) -> None:
-        layers = store.store.n_layers
-        fetched = int(missed.sum())
-        if not first:
-            again = int(staged.numel())
-            count = RetrievalCounters(
-                refetched_rows=again * layers, host_to_device_bytes=again * store.record.bytes
-            )
-            self._account(segment, count, request)
-            return
-        chosen = self._step.selection(selector)[rows[0] : rows[1]]
-        old = (chosen >= 0) & (chosen < request.committed_entries(store.index))
-        count = RetrievalCounters(
-            selected_rows=int(old.sum()) * layers,
-            unique_rows=int(missed.numel()) * layers,
-            fetched_rows=fetched * layers,
-            staged_rows=int(staged.numel()) * layers,
-            host_to_device_bytes=fetched * store.record.bytes,
-        )
-        self._account(segment, count, request)
+def _first_count(
+    store: StoreLayout, selected: int, missed: Tensor, staged: Tensor
+) -> RetrievalCounters:
+    """What the first retrieval of a selection adds."""
+    layers, fetched = store.store.n_layers, int(missed.sum())
+    return RetrievalCounters(
+        selected_rows=selected * layers,
+        unique_rows=missed.numel() * layers,
+        fetched_rows=fetched * layers,
+        staged_rows=staged.numel() * layers,
+        host_to_device_bytes=fetched * store.record.bytes,
+    )
 
-    def _account(self, segment: Segment, count: RetrievalCounters, request: RequestMemory) -> None:
-        total = self._counters.decode if segment.decode else self._counters.prefill
-        total.add(count)
-        if segment.decode:
-            request.counters.add(count)
+
+def _repeat_count(store: StoreLayout, staged: Tensor) -> RetrievalCounters:
+    """What fetching again for a later layer adds."""
+    again = staged.numel()
+    return RetrievalCounters(
+        refetched_rows=again * store.store.n_layers,
+        host_to_device_bytes=again * store.record.bytes,
+    )

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
+
+from kvpolicy.errors import unknown_name
+
+Eviction = Literal["clock", "lru", "fifo", "random"]
+"""Names of the rules in kvpolicy.kernels.eviction.RULES (a test holds the two together)."""
+Seed = Literal["selection", "first"]
+EVICTIONS: tuple[Eviction, ...] = get_args(Eviction)
+SEEDS: tuple[Seed, ...] = get_args(Seed)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheRule:
-    """How hot caches behave; a controller states its own.
+    """How hot caches behave; a controller states its own. UserError for an unknown name.
 
-    eviction: name in kvpolicy.kernels.eviction.RULES. admit_newest: a committed row enters the hot
-    cache even if another must go (else only into free room). seed: what a cache holds after the
-    prompt: ``selection`` (what the last prompt row selected, then the newest rows) or ``first``
-    (the first rows of the prompt, as SGLang's colocated prefill leaves them).
+    eviction: which row gives way. admit_newest: a committed row enters the hot cache even if
+    another must go (else only into free room). seed: what a cache holds after the prompt:
+    ``selection`` (what the last prompt row selected, then the newest rows) or ``first`` (the first
+    rows of the prompt, as SGLang's colocated prefill leaves them).
     """
 
-    eviction: str = "clock"
+    eviction: Eviction = "clock"
     admit_newest: bool = True
-    seed: str = "selection"
+    seed: Seed = "selection"
+
+    def __post_init__(self) -> None:
+        if self.eviction not in EVICTIONS:
+            raise unknown_name("eviction", str(self.eviction), EVICTIONS)
+        if self.seed not in SEEDS:
+            raise unknown_name("seed rule", str(self.seed), SEEDS)

@@ -1,6 +1,6 @@
 """The memory as a model sees it during one step: in-flight rows in, index keys in, retrieved rows out.
 
-A step computes *rows* (one per token) of several requests; a :class:`Segment` is one request's
+A step computes *rows* (one per token) of several requests; a segment is one request's
 consecutive rows. Rows computed now are *in flight*: visible to later rows of the same request in
 the same step, and to nobody else, until :meth:`kvpolicy.memory.hierarchy.Hierarchy.commit`.
 """
@@ -8,48 +8,19 @@ the same step, and to nobody else, until :meth:`kvpolicy.memory.hierarchy.Hierar
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvpolicy.errors import IntegrityError
 from kvpolicy.kernels.paging import gather, scatter
-from kvpolicy.memory.arena import Arena, Table
+from kvpolicy.memory.arena import Arena
 from kvpolicy.memory.counters import MemoryCounters
 from kvpolicy.memory.layout import Layout, PinnedLayout, StoreLayout
 from kvpolicy.memory.request import RequestMemory
-from kvpolicy.memory.retrieval import Retriever, Wave
+from kvpolicy.memory.retrieval import Retriever
+from kvpolicy.memory.segments import Segment, SharedTables, Wave
 from kvpolicy.models.geometry import Selector
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """``count`` consecutive rows of one request: rows start..start+count-1 of the step.
-
-    position: of the first row. decode: rows that extend a generation (else prompt rows).
-    last_prompt_row: the prompt ends with this segment.
-    """
-
-    request_id: int
-    start: int
-    count: int
-    position: int
-    decode: bool
-    last_prompt_row: bool = False
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.count
-
-
-@dataclass(frozen=True, slots=True)
-class SharedTables:
-    """Frames that every step uses in turn: staging, and in-flight rows per store and pinned set."""
-
-    staging: tuple[Table, ...]
-    inflight: tuple[Table, ...]
-    inflight_pinned: tuple[Table, ...]
 
 
 class StepMemory:
@@ -83,7 +54,9 @@ class StepMemory:
         self._selection: dict[str, Tensor] = {}
         self._waves: dict[str, list[Wave]] = {}
         self._latest: str | None = None
-        self._retriever = Retriever(self, arena, counters)
+        self._retriever = Retriever(
+            layout, arena, tables, self.requests, self.segments, step, counters
+        )
 
     # --- rows and keys of this step --------------------------------------------------------------
 
@@ -168,7 +141,9 @@ class StepMemory:
             return
         done: list[Wave] = []
         self._latest = selector.name
-        for wave in self._retriever.waves(selector, first=known is None):
+        for wave in self._retriever.waves(
+            selector, self._selection[selector.name], first=known is None
+        ):
             done.append(wave)
             yield wave
         self._waves[selector.name] = done

@@ -24,6 +24,10 @@ from kvpolicy.models.dsa import from_hf_config
 from kvpolicy.models.geometry import Geometry, Selector
 from kvpolicy.models.glm_config import LATENT_EPS, GlmDsaConfig
 
+# Rows and keys of the self-check at load: a step of the default engine is 80 rows. The long tests
+# run it at 64 tiles and 32,768 keys.
+PROBE_TILES, PROBE_KEYS, PROBE_FEW = 5, 1024, 63
+
 
 @dataclass(frozen=True, slots=True)
 class IndexerWeights:
@@ -76,13 +80,8 @@ class GlmDsa:
         self.rope = rope_table(
             self.config.max_positions, self.config.rope, self.config.theta, device
         )
-        linears = [(w.shape[1], w.shape[0]) for w in named.values() if w.dim() == 2]
-        linears += [
-            (self.config.nope, self.config.kv_rank),
-            (self.config.kv_rank, self.config.value),
-        ]
-        score = (self.config.index_heads, self.config.index_dim)
-        self.tiling: Tiling = choose_tiling(linears, [score], device)
+        self.tiling = Tiling()
+        self.tiling = choose_tiling(self._probe, device)
 
     @property
     def vocab(self) -> int:
@@ -139,68 +138,118 @@ class GlmDsa:
         hidden = self.embedding[tokens]
         for number, layer in enumerate(self.layers):
             hidden = hidden + self._attention(number, layer, hidden, memory)
-            hidden = self.tiling.map_rows(lambda x, w=layer: x + self._mlp(w, x), hidden)
-        return self.tiling.map_rows(self._logits, hidden[wanted])
+            hidden = hidden + self._mlp(layer, hidden)
+        return self._head(hidden[wanted])
 
-    def _logits(self, x: Tensor) -> Tensor:
-        return F.linear(rms_norm(x, self.final_norm, self.config.eps), self.head)
+    def _head(self, hidden: Tensor) -> Tensor:
+        """Logits [n, vocab]."""
+        return self.tiling.map_rows(
+            lambda x: F.linear(rms_norm(x, self.final_norm, self.config.eps), self.head), hidden
+        )
 
-    def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        x = rms_norm(x, layer.mlp_norm, self.config.eps)
-        return F.linear(swiglu(F.linear(x, layer.gate), F.linear(x, layer.up)), layer.down)
+    def _mlp(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
+        """SwiGLU feed-forward [n, hidden]."""
+
+        def feed(x: Tensor) -> Tensor:
+            x = rms_norm(x, layer.mlp_norm, self.config.eps)
+            return F.linear(swiglu(F.linear(x, layer.gate), F.linear(x, layer.up)), layer.down)
+
+        return self.tiling.map_rows(feed, hidden)
 
     def _attention(
         self, number: int, layer: LayerWeights, hidden: Tensor, memory: StepMemory
     ) -> Tensor:
-        cfg, tiling = self.config, self.tiling
-        positions = memory.positions
-        x = tiling.map_rows(lambda h: rms_norm(h, layer.attention_norm, cfg.eps), hidden)
-        latent_q = tiling.map_rows(
-            lambda h: rms_norm(F.linear(h, layer.q_a), layer.q_norm, LATENT_EPS), x
-        )
-        memory.write_rows(number, self._rows(layer, x, positions))
+        cfg = self.config
+        x, latent_q = self._inputs(layer, hidden)
+        memory.write_rows(number, self._rows(layer, x, memory.positions))
         selector = self.geometry.selector_of_layer(number)
         assert selector is not None  # every DSA layer reads a store
         if layer.indexer is not None:
             self._select(number, layer.indexer, selector, x, latent_q, memory)
-        query = self._query(layer, latent_q, positions)
+        query = self._query(layer, latent_q, memory.positions)
         out = torch.empty(query.shape[0], cfg.heads, cfg.kv_rank, device=self.device)
         scale = (cfg.nope + cfg.rope) ** -0.5
         for wave in memory.waves(selector):
             rows = memory.gather(number, wave).float()
             own = slice(wave.start, wave.stop)
-            out[own] = sparse_mla(query[own], rows, wave.valid, cfg.kv_rank, scale, tiling)
+            out[own] = sparse_mla(query[own], rows, wave.valid, cfg.kv_rank, scale, self.tiling)
+        return self._output(layer, out)
 
-        def output(latent: Tensor) -> Tensor:
-            value = torch.einsum("nhc,hcv->nhv", latent, layer.value_up)
+    def _inputs(self, layer: LayerWeights, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalised hidden rows [n, hidden] and query latents [n, q_rank]."""
+        x = self.tiling.map_rows(
+            lambda h: rms_norm(h, layer.attention_norm, self.config.eps), hidden
+        )
+        latent_q = self.tiling.map_rows(
+            lambda h: rms_norm(F.linear(h, layer.q_a), layer.q_norm, LATENT_EPS), x
+        )
+        return x, latent_q
+
+    def _output(self, layer: LayerWeights, latent: Tensor) -> Tensor:
+        """From attended latents [n, heads, kv_rank] to [n, hidden]."""
+
+        def project(rows: Tensor) -> Tensor:
+            value = torch.einsum("nhc,hcv->nhv", rows, layer.value_up)
             return F.linear(value.flatten(1), layer.o)
 
-        return tiling.map_rows(output, out)
+        return self.tiling.map_rows(project, latent)
 
     def _rows(self, layer: LayerWeights, x: Tensor, positions: Tensor) -> Tensor:
         """KV rows of this step: [n, kv_rank + rope], latent normalised, key part rotated."""
+        rank = self.config.kv_rank
 
-        def project(h: Tensor) -> Tensor:
-            latent, key = F.linear(h, layer.kv_a).split([self.config.kv_rank, self.config.rope], -1)
-            return torch.cat([rms_norm(latent, layer.kv_norm, LATENT_EPS), key], dim=-1)
+        def project(h: Tensor, at: Tensor) -> Tensor:
+            both = F.linear(h, layer.kv_a)
+            latent = rms_norm(both[:, :rank], layer.kv_norm, LATENT_EPS)
+            return torch.cat([latent, apply_rope(both[:, rank:], self.rope, at)], dim=-1)
 
-        latent, key = self.tiling.map_rows(project, x).split(
-            [self.config.kv_rank, self.config.rope], dim=-1
-        )
-        return torch.cat([latent, apply_rope(key, self.rope, positions)], dim=-1)
+        return self.tiling.map_rows(project, x, positions)
 
     def _query(self, layer: LayerWeights, latent_q: Tensor, positions: Tensor) -> Tensor:
         """Queries in row space: [n, heads, kv_rank + rope]."""
         cfg = self.config
 
-        def project(h: Tensor) -> Tensor:
+        def project(h: Tensor, at: Tensor) -> Tensor:
             q = F.linear(h, layer.q_b).view(h.shape[0], cfg.heads, cfg.nope + cfg.rope)
             absorbed = torch.einsum("nhd,hdc->nhc", q[..., : cfg.nope], layer.key_up)
-            return torch.cat([absorbed, q[..., cfg.nope :]], dim=-1)
+            return torch.cat([absorbed, apply_rope(q[..., cfg.nope :], self.rope, at)], dim=-1)
 
-        query = self.tiling.map_rows(project, latent_q)
-        turned = apply_rope(query[..., cfg.kv_rank :], self.rope, positions)
-        return torch.cat([query[..., : cfg.kv_rank], turned], dim=-1)
+        return self.tiling.map_rows(project, latent_q, positions)
+
+    # --- self-check ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _probe(
+        self, tiling: Tiling, shift: int, tiles: int = PROBE_TILES, keys: int = PROBE_KEYS
+    ) -> list[Tensor]:
+        """Every kind of operation of the forward pass on random rows; see ``choose_tiling``."""
+        cfg, rows, topk = self.config, tiles * tiling.rows, self.geometry.selectors[0].topk
+        g = torch.Generator().manual_seed(0)
+
+        def noise(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=g).to(self.device)
+
+        x = noise(rows, cfg.hidden).roll(shift, 0)
+        kv = noise(rows, topk, cfg.kv_rank + cfg.rope).roll(shift, 0)
+        all_keys = noise(keys, cfg.index_dim)
+        valid = torch.ones(rows, topk, dtype=torch.bool, device=self.device)
+        at = torch.arange(rows, device=self.device).roll(shift) % cfg.max_positions
+        self.tiling, kept = tiling, self.tiling
+        found = [self._head(x)]
+        for layer in (self.layers[0], self.layers[-1]):
+            h, latent_q = self._inputs(layer, x)
+            query = self._query(layer, latent_q, at)
+            scale = (cfg.nope + cfg.rope) ** -0.5
+            latent = sparse_mla(query, kv, valid, cfg.kv_rank, scale, tiling)
+            found += [self._rows(layer, h, at), query, latent, self._output(layer, latent)]
+            found.append(self._mlp(layer, x))
+            if layer.indexer is not None:
+                own, q, weights = self._index(layer.indexer, h, latent_q, at)
+                some = index_scores(q, weights, all_keys[:PROBE_FEW], 1.0, tiling)
+                many = index_scores(q, weights, all_keys, 1.0, tiling)
+                found += [own, many, some - many[:, :PROBE_FEW]]
+        self.tiling = kept
+        return [y.roll(-shift, 0) for y in found]
 
     # --- selection -------------------------------------------------------------------------------
 
@@ -213,34 +262,44 @@ class GlmDsa:
         latent_q: Tensor,
         memory: StepMemory,
     ) -> None:
-        cfg, tiling = self.config, self.tiling
-        keys = tiling.map_rows(
-            lambda h: layer_norm(
-                F.linear(h, weights.wk), weights.norm, weights.norm_bias, LATENT_EPS
-            ),
-            x,
-        )
-        memory.write_keys(number, self._turn_front(keys, memory.positions))
-        q = tiling.map_rows(lambda h: F.linear(h, weights.wq_b), latent_q)
-        q = self._turn_front(q.view(-1, cfg.index_heads, cfg.index_dim), memory.positions)
-        head_weights = tiling.map_rows(
-            lambda h: F.linear(h, weights.weights_proj) * cfg.index_heads**-0.5, x
-        )
+        keys, q, head_weights = self._index(weights, x, latent_q, memory.positions)
+        memory.write_keys(number, keys)
         visible = memory.visible(selector)
         selection = all_visible(visible, selector.topk)
         for i, segment in enumerate(memory.segments):
             if segment.position + segment.count <= selector.topk:
                 continue  # every row sees at most k entries: it takes them all
             own = slice(segment.start, segment.stop)
-            scores = index_scores(
-                q[own],
-                head_weights[own],
-                memory.keys(selector, i).float(),
-                cfg.index_dim**-0.5,
-                tiling,
-            )
+            seen = memory.keys(selector, i).float()
+            scale = self.config.index_dim**-0.5
+            scores = index_scores(q[own], head_weights[own], seen, scale, self.tiling)
             selection[own] = top_k(scores, visible[own], selector.topk)
         memory.select(selector, selection)
+
+    def _index(
+        self, weights: IndexerWeights, x: Tensor, latent_q: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Index keys [n, dim], queries [n, heads, dim] and head weights [n, heads]."""
+        cfg = self.config
+
+        def key(h: Tensor, at: Tensor) -> Tensor:
+            raw = F.linear(h, weights.wk)
+            return self._turn_front(
+                layer_norm(raw, weights.norm, weights.norm_bias, LATENT_EPS), at
+            )
+
+        def query(h: Tensor, at: Tensor) -> Tensor:
+            raw = F.linear(h, weights.wq_b).view(-1, cfg.index_heads, cfg.index_dim)
+            return self._turn_front(raw, at)
+
+        def head_weight(h: Tensor) -> Tensor:
+            return F.linear(h, weights.weights_proj) * cfg.index_heads**-0.5
+
+        return (
+            self.tiling.map_rows(key, x, positions),
+            self.tiling.map_rows(query, latent_q, positions),
+            self.tiling.map_rows(head_weight, x),
+        )
 
     def _turn_front(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotary embedding of the first ``rope`` values of the last dimension."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvpolicy.memory.retrieval import Wave
+from kvpolicy.memory.segments import Wave
 from kvpolicy.memory.step import StepMemory
 from kvpolicy.models.geometry import Selector
 from kvpolicy.models.loader import DecodeModel

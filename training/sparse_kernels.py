@@ -97,23 +97,38 @@ def _load_rows(ptr, rows, ok, DIM: tl.constexpr):
 
 
 @triton.jit
+def _load_query(
+    ql_ptr, qr_ptr, lat_ptr, rope_ptr, idx_ptr, token, seq_len, heads,
+    K: tl.constexpr, H: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """One query's heads, its K rows and their unscaled scores: row, ok, lat, rope, ql, qr, s.
+
+    row [K] int64 counts over all sequences; ok [K] is false where fewer than K rows are selected.
+    """
+    position = tl.load(idx_ptr + token * K + tl.arange(0, K))
+    ok = position >= 0
+    row = (token // seq_len) * seq_len + tl.maximum(position, 0)
+    lat = _load_rows(lat_ptr, row, ok, L)
+    rope = _load_rows(rope_ptr, row, ok, R)
+    ql = _load_rows(ql_ptr, token * H + heads, heads < H, L)
+    qr = _load_rows(qr_ptr, token * H + heads, heads < H, R)
+    s = tl.dot(ql, tl.trans(lat), input_precision="ieee")
+    s += tl.dot(qr, tl.trans(rope), input_precision="ieee")
+    return row, ok, lat, rope, ql, qr, s
+
+
+@triton.jit
 def _attend_forward_kernel(
     ql_ptr, qr_ptr, lat_ptr, rope_ptr, idx_ptr, out_ptr, lse_ptr, seq_len, scale,
     K: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Absorbed attention of one query over its K gathered latent rows."""
     token = tl.program_id(0).to(tl.int64)
-    position = tl.load(idx_ptr + token * K + tl.arange(0, K))
-    ok = position >= 0
-    row = (token // seq_len) * seq_len + tl.maximum(position, 0)
     head = tl.arange(0, HP)
     head_ok = head < H
-    lat = _load_rows(lat_ptr, row, ok, L)
-    rope = _load_rows(rope_ptr, row, ok, R)
-    ql = _load_rows(ql_ptr, token * H + head, head_ok, L)
-    qr = _load_rows(qr_ptr, token * H + head, head_ok, R)
-    s = tl.dot(ql, tl.trans(lat), input_precision="ieee")
-    s += tl.dot(qr, tl.trans(rope), input_precision="ieee")
+    _, ok, lat, _, _, _, s = _load_query(
+        ql_ptr, qr_ptr, lat_ptr, rope_ptr, idx_ptr, token, seq_len, head, K, H, L, R
+    )
     s = tl.where(ok[None, :], s * scale, -float("inf"))
     top = tl.max(s, 1)
     p = tl.exp(s - top[:, None])
@@ -133,21 +148,15 @@ def _attend_backward_kernel(
 ):  # fmt: skip
     """Gradients of one query; those of the shared rows are added atomically in fp32."""
     token = tl.program_id(0).to(tl.int64)
-    position = tl.load(idx_ptr + token * K + tl.arange(0, K))
-    ok = position >= 0
-    row = (token // seq_len) * seq_len + tl.maximum(position, 0)
     head = tl.arange(0, HP)
     head_ok = head < H
-    lat = _load_rows(lat_ptr, row, ok, L)
-    rope = _load_rows(rope_ptr, row, ok, R)
-    ql = _load_rows(ql_ptr, token * H + head, head_ok, L)
-    qr = _load_rows(qr_ptr, token * H + head, head_ok, R)
+    row, ok, lat, rope, ql, qr, s = _load_query(
+        ql_ptr, qr_ptr, lat_ptr, rope_ptr, idx_ptr, token, seq_len, head, K, H, L, R
+    )
     do = _load_rows(do_ptr, token * H + head, head_ok, L)
     o = _load_rows(out_ptr, token * H + head, head_ok, L)
     lse = tl.load(lse_ptr + token * H + head, mask=head_ok, other=0.0)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    s = tl.dot(ql, tl.trans(lat), input_precision="ieee")
-    s += tl.dot(qr, tl.trans(rope), input_precision="ieee")
     live = ok[None, :] & head_ok[:, None]
     p = tl.where(live, tl.exp(s * scale - lse[:, None]), 0.0)
     dp = tl.dot(do, tl.trans(lat), input_precision="ieee")

@@ -1,0 +1,52 @@
+"""The plain records of a step: who computes which rows, and where retrieved rows are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvpolicy.memory.arena import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """``count`` consecutive rows of one request: rows start..start+count-1 of the step.
+
+    position: of the first row. decode: rows that extend a generation (else prompt rows).
+    last_prompt_row: the prompt ends with this segment.
+    """
+
+    request_id: int
+    start: int
+    count: int
+    position: int
+    decode: bool
+    last_prompt_row: bool = False
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTables:
+    """Frames that every step uses in turn: staging, and in-flight rows per store and pinned set."""
+
+    staging: tuple[Table, ...]
+    inflight: tuple[Table, ...]
+    inflight_pinned: tuple[Table, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """Query rows start..stop-1 of the step, all of whose selected rows are on the device.
+
+    locations: int64 [stop - start, k] in the arena; valid: bool, False where a row has fewer than
+    k entries (the location then repeats a valid one).
+    """
+
+    start: int
+    stop: int
+    locations: Tensor
+    valid: Tensor
