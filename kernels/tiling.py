@@ -53,9 +53,11 @@ class Tiling:
         padded = self.pad(n)
         if padded != n:
             inputs = tuple(F.pad(x, (0, 0) * (x.dim() - 1) + (0, padded - n)) for x in inputs)
-        if self.fused or padded == self.rows:
+        if self.fused:
             return fn(*inputs)[:n]
-        tiles = [fn(*(x[a : a + self.rows] for x in inputs)) for a in range(0, padded, self.rows)]
+        # A copy of each tile: a library may pick its kernel by the alignment of the address too.
+        starts = range(0, padded, self.rows)
+        tiles = [fn(*(x[a : a + self.rows].clone() for x in inputs)) for a in starts]
         return torch.cat(tiles)[:n]
 
 
@@ -68,13 +70,15 @@ def choose_tiling(probe: Probe, device: torch.device) -> Tiling:
     """The fastest tiling that keeps every row's bits on this machine.
 
     A CPU runs fused if that gives the bits of the unfused form; a GPU runs unfused tiles of 128
-    rows, since its library picks kernels by the row count. Warns if a row's bits depend on its
-    place in a tile, which no tiling can mend: then the promise of equal bits does not hold here.
+    rows, since its library picks kernels by the row count. Where a row's bits depend on its place
+    in a tile (seen with inner widths that are no multiple of 4), rows run one by one: slow, and
+    independent of each other whatever the library does.
     """
     tiling = Tiling() if device.type == "cpu" else Tiling(rows=128, keys=512)
     plain = probe(tiling, 0)
     if not _equal(plain, probe(tiling, 5)):
-        log.warning("on this machine a row's bits depend on its place in a batch of rows")
+        log.warning("a row's bits depend on its place among others here: running row by row, slow")
+        return replace(tiling, rows=1)
     if device.type == "cpu":
         fused = replace(tiling, fused=True)
         if _equal(plain, probe(fused, 0)):

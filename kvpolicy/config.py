@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvpolicy.errors import UserError, unknown_name
 from kvpolicy.memory.rule import Eviction
+from kvpolicy.yaml_values import read_yaml
 
 _Model = TypeVar("_Model", bound="Settings")
 
@@ -21,6 +21,10 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
 
     def __init__(self, **values: Any) -> None:
+        for name, field in type(self).model_fields.items():
+            key = field.alias or name
+            if field.annotation is not bool and isinstance(values.get(key), bool):
+                raise UserError(f"{key} = {values[key]!r}: should not be true or false")
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -72,8 +76,8 @@ class EngineConfig(Settings):
     controller: str = "hisparse"
     eviction: Eviction | None = None
     admission: Literal["all"] | None = None
-    device_kv_mib: float = Field(default=64.0, gt=0, le=1 << 20)
-    host_kv_mib: float = Field(default=512.0, gt=0, le=1 << 24)
+    device_kv_mib: float = Field(default=64.0, gt=0, le=1 << 20, allow_inf_nan=False)
+    host_kv_mib: float = Field(default=512.0, gt=0, le=1 << 24, allow_inf_nan=False)
     staging_rows: int | None = Field(default=None, ge=1)
     floor_rows: int = Field(default=0, ge=0)
     max_concurrency: int = Field(default=16, ge=1, le=4096)
@@ -87,16 +91,18 @@ class EngineConfig(Settings):
 
 def load_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file, or UserError naming the file."""
+    what = f"config {str(path)!r}"
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"config {str(path)!r}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"config {str(path)!r} is not valid YAML: {_one_line(error)}") from None
+        raise UserError(f"{what}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{what} is not UTF-8 text") from None
+    content = read_yaml(text, what)
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise UserError(f"config {str(path)!r}: must be a mapping of option names to values")
+        raise UserError(f"{what}: must be a mapping of option names to values")
     return content
 
 
@@ -105,14 +111,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, separator, value = text.partition("=")
     if not separator or not key.strip():
         raise UserError(f"--set {text!r}: must be KEY=VALUE")
-    try:
-        return key.strip().replace("-", "_"), yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise UserError(f"--set {text!r}: value is not valid YAML: {_one_line(error)}") from None
-
-
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split())
+    return key.strip().replace("-", "_"), read_yaml(value, f"--set {text!r}: the value")
 
 
 def _field_names(kind: type[BaseModel]) -> list[str]:

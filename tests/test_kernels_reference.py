@@ -119,15 +119,15 @@ def test_choose_tiling_falls_back_where_the_library_varies(
     assert "tile by tile" in caplog.text
 
 
-def test_a_row_that_depends_on_its_place_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    """No tiling mends that: the engine says that the promise does not hold on such a machine."""
+def test_rows_run_one_by_one_where_their_place_matters(caplog: pytest.LogCaptureFixture) -> None:
+    """A call of one row cannot depend on the others."""
 
     def placed(tiling: Tiling, shift: int) -> list[Tensor]:
         return [torch.full((3,), float(shift))]
 
     with caplog.at_level("WARNING"):
-        choose_tiling(placed, CPU)
-    assert "place in a batch" in caplog.text
+        assert choose_tiling(placed, CPU) == Tiling(rows=1)
+    assert "row by row" in caplog.text
 
 
 def test_choose_tiling_runs_unfused_off_the_cpu() -> None:

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # public names. A model's geometry lies below the memory, its forward pass above.
 RANK = {
     "errors": 0,
+    "yaml_values": 1,
     "telemetry": 1,
     "models": 2,
     "memory": 3,

@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvpolicy import __version__
+from kvpolicy.cli import interrupts
 from kvpolicy.errors import UserError, unknown_name
 
 __all__ = ["COMMANDS", "LATER", "PLUGIN_GROUP", "app", "main"]
@@ -70,7 +71,7 @@ class CommandGroup(TyperGroup):
             return name, command, args[1:]
         if name in LATER:
             raise UserError(
-                f"{name!r} is not available yet in version {__version__} (see CHANGELOG)"
+                f"{name!r} is not available yet in version {__version__} (see docs/claims.md)"
             )
         raise unknown_name("command", name, self.list_commands(ctx))
 
@@ -178,9 +179,12 @@ def _root(
 
 def main() -> None:
     """The console entry point."""
-    # Read when torch is imported. By default its threads spin at every barrier: on two cores beside
-    # another busy process that made a decode step 10 to 20 times slower.
+    # Read when torch is imported. By default its threads spin at every barrier, which on cores shared
+    # with another busy process makes a decode step several times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    interrupts.take_over()
+    if sys.stdout is None or sys.stderr is None:
+        os._exit(_USAGE_EXIT)  # nobody to tell: a standard stream was closed by the caller
     app()
 
 

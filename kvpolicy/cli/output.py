@@ -17,6 +17,9 @@ from kvpolicy.errors import UserError
 
 MIB = 1 << 20
 
+# Room for the temporary file's additions within the 255 bytes of most file systems.
+LONGEST_NAME = 200
+
 Column = tuple[str, Callable[[Mapping[str, Any]], str]]
 """A heading and how the metrics of a run become its text."""
 
@@ -26,6 +29,8 @@ def check_output(path: Path | None) -> None:
     if path is None:
         return
     folder = path.parent
+    if len(path.name) > LONGEST_NAME:
+        raise UserError(f"--output: a file name of {len(path.name)} characters is too long")
     if path.is_dir():
         raise UserError(f"--output {str(path)!r} is a directory")
     if not folder.is_dir():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from kvpolicy.cli import interrupts
 from kvpolicy.cli.options import Options, takes
 from kvpolicy.cli.output import check_output, emit_json, printable, summary, warn, write_text
 from kvpolicy.cli.progress import step_progress
@@ -44,9 +45,11 @@ def decode(
     config: EngineConfig, prompts: Sequence[bytes], sampling: SamplingParams, label: str
 ) -> Decoded:
     """Run all prompts through a new engine, with a progress display, and close it."""
-    from kvpolicy.engine.engine import Engine
+    with interrupts.loading():
+        from kvpolicy.engine.engine import Engine
 
-    with Engine(config) as engine, step_progress(label) as on_step:
+        engine = Engine(config)
+    with engine, step_progress(label) as on_step:
         outputs = engine.generate(prompts, sampling, on_step=on_step)
         return Decoded(outputs, engine.metrics(), engine.record())
 

@@ -113,7 +113,7 @@ def _check_utf8(stop: Any) -> None:
 
 
 def _not_yet(what: str) -> UserError:
-    return UserError(f"{what} is not available yet in version {__version__} (see CHANGELOG)")
+    return UserError(f"{what} is not available yet in version {__version__} (see docs/claims.md)")
 
 
 def _refuse_later_options(options: Options) -> None:

@@ -35,7 +35,14 @@ def initial_rows(controller: Controller, stores: tuple[StoreView, ...]) -> tuple
     if isinstance(controller, type) or not callable(getattr(controller, "decide", None)):
         raise UserError(f"controller {controller!r}: must be an object with a method decide()")
     initial = getattr(controller, "initial", None)
-    target = 0 if initial is None else initial(stores)
+    try:
+        target = 0 if initial is None else initial(stores)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"controller {type(controller).__name__}: initial() failed: {type(error).__name__}: {error}"
+        ) from None
     rows = per_store(target, len(stores))
     if rows is None or any(r is None or math.isnan(r) or r < 0 for r in rows):
         raise UserError(

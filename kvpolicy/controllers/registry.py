@@ -6,13 +6,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import yaml
-
 from kvpolicy.controllers.base import Controller
 from kvpolicy.controllers.hisparse import HiSparse
 from kvpolicy.controllers.resident import Resident
 from kvpolicy.controllers.static import Static
 from kvpolicy.errors import UserError, unknown_name
+from kvpolicy.yaml_values import read_yaml
 
 Factory = Callable[..., Controller]
 
@@ -74,8 +73,5 @@ def _parameters(spec: str, text: str) -> dict[str, Any]:
             raise UserError(f"controller {spec!r}: {item!r} must be key=value")
         if key in values:
             raise UserError(f"controller {spec!r}: {key} is given twice")
-        try:
-            values[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise UserError(f"controller {spec!r}: {value!r} is not a value") from None
+        values[key] = read_yaml(value, f"controller {spec!r}: {key}")
     return values

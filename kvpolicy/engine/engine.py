@@ -53,7 +53,9 @@ class Engine:
     def __init__(
         self, config: EngineConfig | None = None, model: DecodeModel | None = None
     ) -> None:
-        self.config = config or EngineConfig()
+        self.config = EngineConfig() if config is None else config
+        if not isinstance(self.config, EngineConfig):
+            raise UserError(f"config = {config!r}: must be an EngineConfig")
         self.device = _device(self.config.device)
         self.model = model or load_model(self.config.model, self.device)
         self._layout = Layout(self.model.geometry, self.config.kv_dtype)
@@ -67,6 +69,7 @@ class Engine:
         self._next_id = 0
         self.steps = 0
         self._closed = False
+        self._broken = ""
 
     def _make_memory(self) -> Hierarchy:
         config, layout = self.config, self._layout
@@ -88,7 +91,9 @@ class Engine:
         """Queue a request. UserError for an empty or wrong prompt, CapacityError (naming the tier)
         for one that this engine could never hold."""
         self._check_open()
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise UserError(f"params = {params!r}: must be SamplingParams")
         request = Request(
             id=self._next_id,
             prompt=self._tokens(prompt),
@@ -112,7 +117,10 @@ class Engine:
         return RequestHandle(request, self.step, self._cancel)
 
     def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        ids = tuple(prompt.encode() if isinstance(prompt, str) else prompt)
+        try:
+            ids = tuple(prompt.encode() if isinstance(prompt, str) else prompt)
+        except (TypeError, RuntimeError, UnicodeEncodeError):
+            raise UserError(f"prompt = {prompt!r}: must be bytes, text or token ids") from None
         for token in ids:
             if (
                 isinstance(token, bool)
@@ -149,6 +157,8 @@ class Engine:
 
         params: one for all, or one per prompt. on_step: called after every step (progress).
         """
+        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
+            raise UserError(f"prompts = {prompts!r}: must be a list of prompts")
         prompts = list(prompts)
         each: list[SamplingParams | None]
         if params is None or isinstance(params, SamplingParams):
@@ -176,9 +186,18 @@ class Engine:
     def step(self) -> bool:
         """Decide, admit, compute one row per decoding request and a chunk of prompts, commit, emit.
 
-        Returns False when nothing was left to do.
+        Returns False when nothing was left to do. An exception (an interrupt too) ends the engine:
+        later steps and submissions are refused, what was made so far stays readable.
         """
         self._check_open()
+        try:
+            return self._step()
+        except BaseException as error:
+            # Half a step may have published rows that were never copied: nothing after it is safe.
+            self._broken = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise
+
+    def _step(self) -> bool:
         started = time.perf_counter()
         self._control()
         self._admit()
@@ -294,6 +313,10 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise UserError("the engine is closed")
+        if self._broken:
+            raise UserError(
+                f"the engine stopped in the middle of a step ({self._broken}): make a new one"
+            )
 
     def close(self) -> None:
         """Cancel what runs and free all memory. A second call does nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from kvpolicy.engine.request import Request, RequestOutput, State
+from kvpolicy.errors import IntegrityError
 
 
 class RequestHandle:
@@ -38,7 +39,8 @@ class RequestHandle:
                 given += 1
             if self.done:
                 return
-            self._step()
+            if not self._step() and not self.done:
+                raise IntegrityError(f"request {self.id} is neither running nor waiting")
 
     def result(self) -> RequestOutput:
         """Run until the request has ended; its output."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvpolicy.errors import UserError, unknown_name
+from kvpolicy.models.hf_config import is_folder
 from kvpolicy.models.presets import preset_names
 
+WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 EMBEDDED = {"tiny-dsa": "tiny_dsa"}
 """Models shipped inside the package: name -> folder."""
 
@@ -24,27 +24,13 @@ def checkpoint_folder(model: str) -> Path:
     if model in EMBEDDED:
         return Path(str(files("kvpolicy.models").joinpath(EMBEDDED[model])))
     path = Path(model)
-    if path.is_dir():
+    if is_folder(path):
         return path
     if model in preset_names():
         raise UserError(
             f"model {model!r} is a geometry without weights: running it is not available yet"
         )
     raise UserError(f"{unknown_name('model', model, EMBEDDED)}, or a checkpoint folder")
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint folder."""
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"checkpoint {str(folder)!r} has no config.json") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"checkpoint file {str(path)!r} is not readable JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise UserError(f"checkpoint file {str(path)!r} holds no JSON object")
-    return config
 
 
 def read_weights(
@@ -76,9 +62,15 @@ def read_weights(
                 f"checkpoint file {str(path)!r}: {name!r} has shape {tuple(tensor.shape)}, "
                 f"config.json asks for {shape}"
             )
-        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+        if tensor.dtype not in WEIGHT_DTYPES:
+            raise UserError(
+                f"checkpoint file {str(path)!r}: {name!r} is {tensor.dtype}, allowed "
+                f"{', '.join(str(d) for d in WEIGHT_DTYPES)}"
+            )
+        tensor = tensor.to(dtype)
+        if not bool(tensor.isfinite().all()):
             raise UserError(
                 f"checkpoint file {str(path)!r}: {name!r} holds values that are not finite numbers"
             )
-        weights[name] = tensor.to(device=device, dtype=dtype).contiguous()
+        weights[name] = tensor.to(device).contiguous()
     return weights

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvpolicy.errors import UserError, unknown_name
 from kvpolicy.models.geometry import Geometry, RowFormat, RowStore, Selector
+from kvpolicy.models.hf_config import whole
 
 
 def mla_formats(latent: int, rope: int) -> tuple[RowFormat, ...]:
@@ -82,34 +83,23 @@ def from_hf_config(config: Mapping[str, Any], name: str = "checkpoint") -> Geome
     model_type = config.get("model_type")
     if model_type != "glm_moe_dsa":
         raise unknown_name("model_type", str(model_type), ["glm_moe_dsa"])
-    layers = _field(config, "num_hidden_layers")
+    layers = whole(config, "num_hidden_layers")
     types = _indexer_types(config, layers)
     return dsa_geometry(
         name,
         num_layers=layers,
         full_layers=[layer for layer, kind in enumerate(types) if kind == "full"],
-        latent=_field(config, "kv_lora_rank"),
-        rope=_field(config, "qk_rope_head_dim"),
-        topk=_field(config, "index_topk"),
-        index_heads=_field(config, "index_n_heads"),
-        index_head_dim=_field(config, "index_head_dim"),
-        hidden_size=_field(config, "hidden_size"),
-        vocab_size=_field(config, "vocab_size"),
-        num_heads=_field(config, "num_attention_heads"),
-        max_context=_field(config, "max_position_embeddings"),
+        latent=whole(config, "kv_lora_rank"),
+        rope=whole(config, "qk_rope_head_dim"),
+        topk=whole(config, "index_topk"),
+        index_heads=whole(config, "index_n_heads"),
+        index_head_dim=whole(config, "index_head_dim"),
+        hidden_size=whole(config, "hidden_size"),
+        vocab_size=whole(config, "vocab_size"),
+        num_heads=whole(config, "num_attention_heads"),
+        max_context=whole(config, "max_position_embeddings"),
         source="Hugging Face config.json, model_type glm_moe_dsa",
     )
-
-
-def _field(config: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
-    value = config.get(key)
-    if value is None and default is not None:
-        return default
-    if value is None:
-        raise UserError(f"config field {key} is missing: needs an integer >= {least}")
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UserError(f"config field {key} is {value!r}: needs an integer >= {least}")
-    return value
 
 
 def _indexer_types(config: Mapping[str, Any], layers: int) -> list[str]:
@@ -119,8 +109,8 @@ def _indexer_types(config: Mapping[str, Any], layers: int) -> list[str]:
         if isinstance(types, str):
             types = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in types]
     if types is None:
-        freq = max(_field(config, "index_topk_freq", 1, least=0), 1)
-        offset = _field(config, "index_skip_topk_offset", 2, least=0)
+        freq = max(whole(config, "index_topk_freq", 1, least=0), 1)
+        offset = whole(config, "index_skip_topk_offset", 2, least=0)
         field = "index_skip_topk_offset"
         types = ["shared" if max(i - offset + 1, 0) % freq else "full" for i in range(layers)]
     if not isinstance(types, list) or len(types) != layers:

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvpolicy.errors import UserError
 from kvpolicy.models.geometry import Geometry
+from kvpolicy.models.hf_config import positive, whole
 
 # transformers' GlmMoeDsa norms of the query and KV latents, and of the index keys, ignore
 # rms_norm_eps and use this.
@@ -42,34 +43,38 @@ class GlmDsaConfig:
     def from_hf(config: Mapping[str, Any], geometry: Geometry) -> GlmDsaConfig:
         """UserError naming the field where the model is not one that this backend computes."""
         _refuse(config)
-        whole = {
-            key: _int(config, key)
+        sizes = {
+            key: whole(config, key)
             for key in (
                 "hidden_size", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
                 "v_head_dim", "intermediate_size", "num_attention_heads",
             )
         }  # fmt: skip
-        if whole["qk_rope_head_dim"] % 2:
-            raise UserError("config field qk_rope_head_dim must be even")
         first = geometry.selectors[0]
-        rope = config.get("rope_parameters") or {}
+        turned = sizes["qk_rope_head_dim"]
+        if turned % 2 or turned > first.index_head_dim:
+            raise UserError(
+                f"config field qk_rope_head_dim is {turned}: must be even, and at most "
+                f"index_head_dim = {first.index_head_dim}"
+            )
+        rope = config["rope_parameters"]
         return GlmDsaConfig(
             layers=geometry.num_layers,
-            hidden=whole["hidden_size"],
+            hidden=sizes["hidden_size"],
             vocab=geometry.vocab_size,
-            heads=whole["num_attention_heads"],
-            q_rank=whole["q_lora_rank"],
-            kv_rank=whole["kv_lora_rank"],
-            nope=whole["qk_nope_head_dim"],
-            rope=whole["qk_rope_head_dim"],
-            value=whole["v_head_dim"],
-            mlp=whole["intermediate_size"],
+            heads=sizes["num_attention_heads"],
+            q_rank=sizes["q_lora_rank"],
+            kv_rank=sizes["kv_lora_rank"],
+            nope=sizes["qk_nope_head_dim"],
+            rope=sizes["qk_rope_head_dim"],
+            value=sizes["v_head_dim"],
+            mlp=sizes["intermediate_size"],
             index_heads=first.index_heads,
             index_dim=first.index_head_dim,
-            eps=_positive(config.get("rms_norm_eps", 1e-5), "rms_norm_eps"),
-            theta=_positive(rope.get("rope_theta", 10000.0), "rope_parameters.rope_theta"),
+            eps=positive({"rms_norm_eps": 1e-5, **config}, "rms_norm_eps"),
+            theta=positive(rope, "rope_theta", "rope_parameters.rope_theta"),
             max_positions=geometry.max_context,
-            tied=bool(config.get("tie_word_embeddings", False)),
+            tied=config.get("tie_word_embeddings", False),
             bos=_token(config.get("bos_token_id"), "bos_token_id", geometry.vocab_size),
             eos=_tokens(config.get("eos_token_id"), geometry.vocab_size),
             full_layers=frozenset(s.source_layer for s in geometry.selectors),
@@ -118,31 +123,28 @@ class GlmDsaConfig:
 
 def _refuse(config: Mapping[str, Any]) -> None:
     """What this backend does not compute, named."""
-    kinds = config.get("mlp_layer_types")
-    if not isinstance(kinds, list) or any(kind != "dense" for kind in kinds):
-        raise UserError("config field mlp_layer_types: this backend runs dense layers only")
-    if config.get("attention_bias") or config.get("mlp_bias"):
-        raise UserError("config field attention_bias/mlp_bias: this backend has no biases")
+    kinds, layers = config.get("mlp_layer_types"), config.get("num_hidden_layers")
+    if not isinstance(kinds, list) or kinds != ["dense"] * len(kinds) or len(kinds) != layers:
+        raise UserError(
+            "config field mlp_layer_types: this backend runs dense layers only, one entry a layer"
+        )
+    for key in ("attention_bias", "mlp_bias"):
+        if config.get(key):
+            raise UserError(f"config field {key} is {config[key]!r}: this backend has no biases")
     if config.get("hidden_act", "silu") != "silu":
         raise UserError(f"config field hidden_act is {config['hidden_act']!r}: allowed silu")
-    rope = config.get("rope_parameters") or {}
+    if not isinstance(config.get("tie_word_embeddings", False), bool):
+        raise UserError("config field tie_word_embeddings: must be true or false")
+    for key in ("rope_theta", "rope_scaling"):
+        if config.get(key) is not None:
+            raise UserError(f"config field {key}: give it inside rope_parameters")
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, Mapping):
+        raise UserError(f"config field rope_parameters is {rope!r}: needs rope_type and rope_theta")
     if rope.get("rope_type", "default") != "default":
         raise UserError(
             f"config field rope_parameters.rope_type is {rope['rope_type']!r}: allowed default"
         )
-
-
-def _int(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"config field {key} is {value!r}: needs an integer >= 1")
-    return value
-
-
-def _positive(value: object, key: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise UserError(f"config field {key} is {value!r}: needs a number > 0")
-    return float(value)
 
 
 def _token(value: object, key: str, vocab: int) -> int | None:

@@ -19,10 +19,11 @@ from kvpolicy.kernels.indexer import all_visible, index_scores, top_k
 from kvpolicy.kernels.sparse_mla import sparse_mla
 from kvpolicy.kernels.tiling import Tiling, choose_tiling
 from kvpolicy.memory.step import StepMemory
-from kvpolicy.models.checkpoint import read_config, read_weights
+from kvpolicy.models.checkpoint import read_weights
 from kvpolicy.models.dsa import from_hf_config
 from kvpolicy.models.geometry import Geometry, Selector
 from kvpolicy.models.glm_config import LATENT_EPS, GlmDsaConfig
+from kvpolicy.models.hf_config import read_json
 
 # Rows and keys of the self-check at load: a step of the default engine is 80 rows. The long tests
 # run it at 64 tiles and 32,768 keys.
@@ -67,7 +68,7 @@ class GlmDsa:
     """
 
     def __init__(self, folder: Path, device: torch.device, name: str) -> None:
-        hf = read_config(folder)
+        hf = read_json(folder / "config.json")
         self.geometry: Geometry = from_hf_config(hf, name=name)
         self.config = GlmDsaConfig.from_hf(hf, self.geometry)
         self.device = device

@@ -8,13 +8,13 @@ Its fp4 index key has 68 B: 64 and four ue8m0 scales (SGLang, mem_cache/deepseek
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from kvpolicy.errors import UserError, unknown_name
 from kvpolicy.models.dsa import dsa_geometry, from_hf_config, index_formats
 from kvpolicy.models.geometry import Geometry, Pinned, RowFormat, RowStore, Selector
+from kvpolicy.models.hf_config import is_folder, read_json
 
 __all__ = ["PRESETS", "TOY", "from_hf_config", "load_geometry", "preset", "preset_names"]
 
@@ -172,16 +172,13 @@ def load_geometry(model: str) -> Geometry:
     if model in PRESETS:
         return PRESETS[model]
     path = Path(model)
-    if path.is_dir():
+    if is_folder(path):
         path = path / "config.json"
         if not path.is_file():
             raise UserError(f"model folder {model!r} has no config.json")
-    if not path.is_file():
+    elif is_folder(path.parent) and path.suffix == ".json" and path.is_file():
+        pass
+    else:
         raise UserError(f"{unknown_name('model', model, preset_names())}, or a checkpoint folder")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"model file {str(path)!r} is not readable JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"model file {str(path)!r} holds no JSON object")
+    config = read_json(path)
     return from_hf_config(config, name=path.resolve().parent.name)
