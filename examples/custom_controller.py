@@ -1,4 +1,4 @@
-"""A residency controller in 20 lines: hot rows in proportion to what a request missed."""
+"""A residency controller in 20 lines: a request that misses more than a tenth gets twice the rows."""
 
 import kvpolicy
 
@@ -16,8 +16,11 @@ kvpolicy.controllers.register("greedy", Greedy)
 prompt = b"import os\nimport sys\n\n\ndef main():\n    return os.path.join(" * 12
 params = kvpolicy.SamplingParams(max_new_tokens=40)
 
+outputs = []
 for name in ("resident", "greedy"):
     with kvpolicy.Engine(kvpolicy.EngineConfig(controller=name, device="cpu")) as engine:
         output = engine.generate([prompt], params)[0]
+        outputs.append(output.logits_sha256)
         miss = engine.metrics()["miss_rate"]
     print(f"{name:9} miss rate {miss:6.1%}  logits {output.logits_sha256[:16]}")
+assert outputs[0] == outputs[1], "a policy may not change one bit"

@@ -36,10 +36,7 @@ COLUMNS: tuple[Column, ...] = (
     ("fetched", count("fetched_rows")),
     ("moved MiB", mib("host_to_device_bytes")),
     ("peak MiB", mib("device_kv_bytes_peak")),
-    ("required", mib("required_bytes")),
     ("optional", mib("optional_bytes_mean")),
-    ("release steps", count("release_steps")),
-    ("steps", count("steps")),
     ("tokens/s", decimal("tokens_per_s")),
 )
 

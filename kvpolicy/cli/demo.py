@@ -41,7 +41,8 @@ class DemoPrompt:
 def demo_prompts() -> list[DemoPrompt]:
     """Whole lines from the middle of four held-out files, 2 to 3 KB each."""
     folder = files("kvpolicy.models").joinpath("tiny_dsa", "heldout")
-    texts = sorted((f for f in folder.iterdir() if f.name.endswith(".txt")), key=lambda f: f.name)
+    found = (f for f in folder.iterdir() if f.name.endswith(".txt"))
+    texts = sorted(found, key=lambda f: (".py" not in f.name, f.name))  # source code first
     if len(texts) < _PROMPTS:
         raise KvPolicyError(f"the installation lacks its held-out texts ({len(texts)} found)")
     prompts = []
