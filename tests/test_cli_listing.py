@@ -8,9 +8,9 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from kvpolicy import controllers
-from kvpolicy.cli.listing import EVICTIONS
 from kvpolicy.cli.main import app
 from kvpolicy.kernels.eviction import RULES
+from kvpolicy.memory.rule import EVICTIONS
 from kvpolicy.models.presets import preset_names
 
 KINDS = ["controllers", "evictions", "drafters", "models", "workloads", "environments"]

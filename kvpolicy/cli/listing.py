@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 
 from kvpolicy.cli.output import check_output, emit_json, write_text
-from kvpolicy.config import Eviction
+from kvpolicy.memory.rule import EVICTIONS
+from kvpolicy.models.hf_config import EMBEDDED
 
-__all__ = ["EVICTIONS", "list_command", "listing"]
+__all__ = ["DESCRIPTIONS", "list_command", "listing"]
 
-EVICTIONS = {
-    "clock": "a sweep that spares recently used rows once (default)",
+DESCRIPTIONS = {
+    "clock": "a sweep that spares recently used rows once (the default, unless a controller has its own)",
     "lru": "the row unused for longest",
     "fifo": "the row loaded first, used or not",
     "random": "any row, by a counter-based draw",
 }
-_EMBEDDED = ("tiny-dsa",)
-
 Entry = dict[str, str]
 
 
@@ -33,13 +32,13 @@ def listing() -> dict[str, list[Entry]]:
         {
             "name": name,
             "description": preset(name).source,
-            "weights": "embedded" if name in _EMBEDDED else "none (geometry only)",
+            "weights": "embedded" if name in EMBEDDED else "none (geometry only)",
         }
         for name in preset_names()
     ]
     return {
         "controllers": _entries(describe()),
-        "evictions": _entries([(name, EVICTIONS[name]) for name in get_args(Eviction)]),
+        "evictions": _entries([(name, DESCRIPTIONS[name]) for name in EVICTIONS]),
         "drafters": _entries([("none", "one token per request and step")]),
         "models": models,
         "workloads": [],

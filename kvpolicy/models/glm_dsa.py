@@ -294,7 +294,8 @@ class GlmDsa:
             return self._turn_front(raw, at)
 
         def head_weight(h: Tensor) -> Tensor:
-            return F.linear(h, weights.weights_proj) * cfg.index_heads**-0.5
+            scaled: Tensor = F.linear(h, weights.weights_proj) * cfg.index_heads**-0.5
+            return scaled
 
         return (
             self.tiling.map_rows(key, x, positions),

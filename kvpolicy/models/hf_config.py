@@ -11,6 +11,8 @@ from kvpolicy.errors import UserError
 
 # No field of a model is larger: beyond it a size is a typo that would exhaust memory.
 LARGEST = 1 << 24
+EMBEDDED = {"tiny-dsa": "tiny_dsa"}
+"""Models shipped inside the package: name -> folder."""
 
 
 def is_folder(path: Path) -> bool:
