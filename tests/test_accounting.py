@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpolicy.errors import CapacityError
+from kvpolicy.geometry.presets import PRESETS, TOY
 from kvpolicy.kernels.eviction import RULES
 from kvpolicy.memory import accounting
 from kvpolicy.memory.accounting import Reserve
@@ -18,7 +19,6 @@ from kvpolicy.memory.host_pool import HostPool
 from kvpolicy.memory.layout import Layout
 from kvpolicy.memory.request import RequestMemory
 from kvpolicy.memory.rule import CacheRule
-from kvpolicy.models.presets import PRESETS, TOY
 
 CPU = torch.device("cpu")
 GEOMETRIES = {

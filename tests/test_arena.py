@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpolicy.errors import CapacityError
+from kvpolicy.geometry.presets import PRESETS, TOY
 from kvpolicy.memory.arena import POISON, Arena, Table
 from kvpolicy.memory.layout import Item, Layout
-from kvpolicy.models.presets import PRESETS, TOY
 
 CPU = torch.device("cpu")
 FRAME = 256

@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from kvpolicy import controllers
 from kvpolicy.cli.main import app
+from kvpolicy.geometry.presets import preset_names
 from kvpolicy.kernels.eviction import RULES
 from kvpolicy.memory.rule import EVICTIONS
-from kvpolicy.models.presets import preset_names
 
 KINDS = ["controllers", "evictions", "drafters", "models", "workloads", "environments"]
 

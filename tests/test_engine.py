@@ -10,8 +10,8 @@ from toy_model import ToyModel
 
 import kvpolicy
 from kvpolicy import Engine, EngineConfig, Observation, Plan, SamplingParams, UserError
+from kvpolicy.geometry.presets import TOY
 from kvpolicy.models.loader import DecodeModel
-from kvpolicy.models.presets import TOY
 
 
 @pytest.fixture(scope="module")

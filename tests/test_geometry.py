@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpolicy.errors import UserError
-from kvpolicy.models.geometry import (
+from kvpolicy.geometry.geometry import (
     INDEX_DTYPES,
     KV_DTYPES,
     Geometry,
@@ -24,7 +24,7 @@ from kvpolicy.models.geometry import (
     Selector,
     paired_index_dtype,
 )
-from kvpolicy.models.presets import PRESETS, TOY
+from kvpolicy.geometry.presets import PRESETS, TOY
 
 ROWS = (RowFormat("bf16", 12),)
 KEYS = (RowFormat("bf16", 8),)

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 from torch import Tensor
 
 from kvpolicy.errors import CapacityError, IntegrityError
+from kvpolicy.geometry.presets import TOY
 from kvpolicy.kernels.eviction import RULES, stamp_of
 from kvpolicy.memory.accounting import Reserve
 from kvpolicy.memory.arena import Arena, Table
@@ -26,7 +27,6 @@ from kvpolicy.memory.hot_cache import HotCache, keep_order
 from kvpolicy.memory.layout import Layout, StoreLayout
 from kvpolicy.memory.rule import CacheRule
 from kvpolicy.memory.segments import Segment
-from kvpolicy.models.presets import TOY
 
 CPU = torch.device("cpu")
 RECORD_BYTES = 48

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from kvpolicy.cli.info import info_command
 from kvpolicy.errors import UserError
-from kvpolicy.models.info import describe
-from kvpolicy.models.presets import PRESETS, TOY, preset, preset_names
+from kvpolicy.geometry.info import describe
+from kvpolicy.geometry.presets import PRESETS, TOY, preset, preset_names
 
 GIB = 1 << 30
 MIB = 1 << 20

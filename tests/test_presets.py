@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpolicy.errors import UserError
-from kvpolicy.models.dsa import index_formats
-from kvpolicy.models.geometry import Geometry, Pinned, RowFormat, RowStore, Selector
-from kvpolicy.models.presets import (
+from kvpolicy.geometry.dsa import index_formats
+from kvpolicy.geometry.geometry import Geometry, Pinned, RowFormat, RowStore, Selector
+from kvpolicy.geometry.presets import (
     PRESETS,
     TOY,
     from_hf_config,

@@ -17,11 +17,11 @@ from kvpolicy.control.plan import FULL, Plan
 from kvpolicy.control.projection import ProjectedPlan, frames_of, project
 from kvpolicy.engine.loop import store_views
 from kvpolicy.errors import CapacityError
+from kvpolicy.geometry.presets import TOY
 from kvpolicy.memory.accounting import Reserve
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.layout import Layout
 from kvpolicy.memory.rule import CacheRule
-from kvpolicy.models.presets import TOY
 
 FRAME = 4096
 LAYOUT = Layout(TOY, "float32")

@@ -11,11 +11,11 @@ import torch
 from forced import decode_text
 from heldout import pieces
 
+from kvpolicy.geometry.presets import from_hf_config, preset
 from kvpolicy.kernels.tiling import Tiling
 from kvpolicy.models.checkpoint import checkpoint_folder
 from kvpolicy.models.glm_dsa import GlmDsa
 from kvpolicy.models.loader import DecodeModel, load_model
-from kvpolicy.models.presets import from_hf_config, preset
 
 FOLDER = checkpoint_folder("tiny-dsa")
 # Drafters, recordings and controllers depend on these weights: they never change again.

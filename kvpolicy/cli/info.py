@@ -14,8 +14,8 @@ from rich.table import Table
 
 from kvpolicy.cli.output import check_output, emit_json
 from kvpolicy.errors import UserError
-from kvpolicy.models.info import Fit, InfoReport, describe
-from kvpolicy.models.presets import load_geometry
+from kvpolicy.geometry.info import Fit, InfoReport, describe
+from kvpolicy.geometry.presets import load_geometry
 
 MIB = 1 << 20
 

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from kvpolicy.cli.output import check_output, emit_json, write_text
+from kvpolicy.geometry.hf_config import EMBEDDED
 from kvpolicy.memory.rule import EVICTIONS
-from kvpolicy.models.hf_config import EMBEDDED
 
 __all__ = ["DESCRIPTIONS", "list_command", "listing"]
 
@@ -26,7 +26,7 @@ Entry = dict[str, str]
 def listing() -> dict[str, list[Entry]]:
     """Every kind of name with one line about each."""
     from kvpolicy.controllers import describe
-    from kvpolicy.models.presets import preset, preset_names
+    from kvpolicy.geometry.presets import preset, preset_names
 
     models = [
         {

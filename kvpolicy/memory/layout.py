@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvpolicy.errors import UserError
-from kvpolicy.models.geometry import Geometry, Pinned, RowStore, Selector, paired_index_dtype
+from kvpolicy.geometry.geometry import Geometry, Pinned, RowStore, Selector, paired_index_dtype
 
 TORCH_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 # Two int32 per hot slot: the entry in it and the stamp of its last use.

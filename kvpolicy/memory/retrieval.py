@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvpolicy.geometry.geometry import Selector
 from kvpolicy.kernels.paging import scatter
 from kvpolicy.memory.arena import Arena
 from kvpolicy.memory.counters import MemoryCounters, RetrievalCounters
 from kvpolicy.memory.layout import Layout, StoreLayout
 from kvpolicy.memory.request import RequestMemory
 from kvpolicy.memory.segments import Segment, SharedTables, Wave
-from kvpolicy.models.geometry import Selector
 
 
 @dataclass(frozen=True, slots=True)

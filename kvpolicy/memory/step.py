@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.errors import IntegrityError
+from kvpolicy.geometry.geometry import Selector
 from kvpolicy.kernels.paging import gather, scatter
 from kvpolicy.memory.arena import Arena
 from kvpolicy.memory.counters import MemoryCounters
@@ -20,7 +21,6 @@ from kvpolicy.memory.layout import Layout, PinnedLayout, StoreLayout
 from kvpolicy.memory.request import RequestMemory
 from kvpolicy.memory.retrieval import Retriever
 from kvpolicy.memory.segments import Segment, SharedTables, Wave
-from kvpolicy.models.geometry import Selector
 
 
 class StepMemory:

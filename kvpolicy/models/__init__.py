@@ -1,1 +1,1 @@
-"""Models as the KV hierarchy sees them: geometry as data, presets with sources, KV arithmetic."""
+"""Models that decode over the hierarchy, and the embedded one."""

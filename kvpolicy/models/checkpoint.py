@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvpolicy.errors import UserError, unknown_name
-from kvpolicy.models.hf_config import EMBEDDED, is_folder
-from kvpolicy.models.presets import preset_names
+from kvpolicy.geometry.hf_config import EMBEDDED, is_folder
+from kvpolicy.geometry.presets import preset_names
 
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpolicy.errors import UserError
-from kvpolicy.models.geometry import Geometry
-from kvpolicy.models.hf_config import positive, whole
+from kvpolicy.geometry.geometry import Geometry
+from kvpolicy.geometry.hf_config import positive, whole
 
 # transformers' GlmMoeDsa norms of the query and KV latents, and of the index keys, ignore
 # rms_norm_eps and use this.

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvpolicy.geometry.dsa import from_hf_config
+from kvpolicy.geometry.geometry import Geometry, Selector
+from kvpolicy.geometry.hf_config import read_json
 from kvpolicy.kernels.elementwise import apply_rope, layer_norm, rms_norm, rope_table, swiglu
 from kvpolicy.kernels.indexer import all_visible, index_scores, top_k
 from kvpolicy.kernels.sparse_mla import sparse_mla
 from kvpolicy.kernels.tiling import Tiling, choose_tiling
 from kvpolicy.memory.step import StepMemory
 from kvpolicy.models.checkpoint import read_weights
-from kvpolicy.models.dsa import from_hf_config
-from kvpolicy.models.geometry import Geometry, Selector
 from kvpolicy.models.glm_config import LATENT_EPS, GlmDsaConfig
-from kvpolicy.models.hf_config import read_json
 
 # Rows and keys of the self-check at load: a step of the default engine is 80 rows. The long tests
 # run it at 64 tiles and 32,768 keys.

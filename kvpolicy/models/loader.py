@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvpolicy.geometry.geometry import Geometry
 from kvpolicy.memory.step import StepMemory
 from kvpolicy.models.checkpoint import checkpoint_folder
-from kvpolicy.models.geometry import Geometry
 
 
 class DecodeModel(Protocol):

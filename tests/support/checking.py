@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kvpolicy.geometry.geometry import Selector
 from kvpolicy.memory.segments import Wave
 from kvpolicy.memory.step import StepMemory
-from kvpolicy.models.geometry import Selector
 from kvpolicy.models.loader import DecodeModel
 
 Truth = dict[tuple[int, int], Tensor]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from kvpolicy.models.dsa import from_hf_config
+from kvpolicy.geometry.dsa import from_hf_config
 from kvpolicy.models.glm_config import GlmDsaConfig
 from kvpolicy.models.glm_dsa import GlmDsa
 

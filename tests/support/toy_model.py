@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvpolicy.geometry.geometry import Geometry, Selector
+from kvpolicy.geometry.presets import TOY
 from kvpolicy.kernels.indexer import top_k
 from kvpolicy.memory.step import StepMemory
-from kvpolicy.models.geometry import Geometry, Selector
-from kvpolicy.models.presets import TOY
 
 ROW, KEY, HIDDEN = 6, 4, 16
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvpolicy.errors import UserError, unknown_name
-from kvpolicy.models.geometry import Geometry, RowFormat, RowStore, Selector
-from kvpolicy.models.hf_config import whole
+from kvpolicy.geometry.geometry import Geometry, RowFormat, RowStore, Selector
+from kvpolicy.geometry.hf_config import whole
 
 
 def mla_formats(latent: int, rope: int) -> tuple[RowFormat, ...]:

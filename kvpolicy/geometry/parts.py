@@ -1,7 +1,7 @@
 """The parts of a geometry: row stores, selectors, pinned rows, and the formats they are kept in.
 
 Sizes are bytes of payload, without allocator padding. Each part checks itself; what must hold
-between parts is checked by `kvpolicy.models.geometry.Geometry`.
+between parts is checked by `kvpolicy.geometry.geometry.Geometry`.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
-from kvpolicy.models.geometry import Geometry, KvBytes, RowStore, paired_index_dtype
-from kvpolicy.models.parts import check_positive, require
+from kvpolicy.geometry.geometry import Geometry, KvBytes, RowStore, paired_index_dtype
+from kvpolicy.geometry.parts import check_positive, require
 
 __all__ = ["Fit", "InfoReport", "PerRequest", "describe"]
 

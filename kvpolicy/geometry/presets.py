@@ -1,4 +1,4 @@
-"""Named geometries. MLA models are built by `kvpolicy.models.dsa`, which gives their row sizes.
+"""Named geometries. MLA models are built by `kvpolicy.geometry.dsa`, which gives their row sizes.
 
 A V4.1 row has 512 values, rope inside: bf16 1024 B; fp8 584 B (448 e4m3, 64 bf16, 7 ue8m0, 1 pad;
 FlashMLA tests/quant.py, MODEL1); mxfp8 528 B (vLLM pull request 56893); fp4 288 B (256 + 32 e4m3
@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvpolicy.errors import UserError, unknown_name
-from kvpolicy.models.dsa import dsa_geometry, from_hf_config, index_formats
-from kvpolicy.models.geometry import Geometry, Pinned, RowFormat, RowStore, Selector
-from kvpolicy.models.hf_config import is_folder, read_json
+from kvpolicy.geometry.dsa import dsa_geometry, from_hf_config, index_formats
+from kvpolicy.geometry.geometry import Geometry, Pinned, RowFormat, RowStore, Selector
+from kvpolicy.geometry.hf_config import is_folder, read_json
 
 __all__ = ["PRESETS", "TOY", "from_hf_config", "load_geometry", "preset", "preset_names"]
 

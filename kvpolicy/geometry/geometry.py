@@ -20,7 +20,7 @@ from fractions import Fraction
 from typing import Any
 
 from kvpolicy.errors import unknown_name
-from kvpolicy.models.parts import (
+from kvpolicy.geometry.parts import (
     INDEX_DTYPES,
     KV_DTYPES,
     IndexDtype,
