@@ -15,7 +15,7 @@ if not CUDA:
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50)
-settings.register_profile("full", deadline=None, derandomize=True, max_examples=1000)
+settings.register_profile("full", deadline=None, derandomize=True, max_examples=200)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from micro import micro_model
+from scale import examples
 
 from kvpolicy import Engine, EngineConfig, SamplingParams
 from kvpolicy.engine.request import RequestOutput
@@ -107,7 +108,7 @@ def alone(micro: DecodeModel) -> dict[int, RequestOutput]:
     return outputs
 
 
-@settings(max_examples=25, phases=NO_SHRINK)
+@settings(max_examples=examples(25, 200), phases=NO_SHRINK)
 @given(setting=SETTINGS)
 def test_outputs_do_not_depend_on_budget(
     micro: DecodeModel, alone: dict[int, RequestOutput], setting: Setting

@@ -9,6 +9,7 @@ from checking import CheckingModel
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from micro import micro_model
+from scale import examples
 from toy_model import ToyModel
 
 import kvpolicy
@@ -76,7 +77,7 @@ rules = st.builds(
 )
 
 
-@settings(max_examples=6, phases=NO_SHRINK)
+@settings(max_examples=examples(6, 40), phases=NO_SHRINK)
 @given(
     seed=st.integers(0, 2**32), rule=rules, chunk=st.integers(1, 40), staging=st.integers(16, 80)
 )
@@ -90,7 +91,7 @@ def test_every_selected_row_is_exact(
     assert checked.rows_checked > 1000
 
 
-@settings(max_examples=6, phases=NO_SHRINK)
+@settings(max_examples=examples(6, 40), phases=NO_SHRINK)
 @given(seed=st.integers(0, 2**32), rule=rules, chunk=st.integers(1, 20), staging=st.integers(4, 20))
 def test_toy_geometry_runs_through_the_hierarchy(
     seed: int, rule: CacheRule, chunk: int, staging: int
