@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from kvpolicy.engine.engine import Engine as Engine
     from kvpolicy.engine.request import RequestOutput as RequestOutput
     from kvpolicy.errors import UserError as UserError
+    from kvpolicy.memory.rule import CacheRule as CacheRule
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "CacheRule": "kvpolicy.memory.rule",
     "Engine": "kvpolicy.engine.engine",
     "EngineConfig": "kvpolicy.config",
     "Observation": "kvpolicy.control.observation",

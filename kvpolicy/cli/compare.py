@@ -1,4 +1,4 @@
-"""`kvpolicy compare`: the same prompts under several controllers, at equal memory."""
+"""`kvpolicy compare`: the same prompts under several controllers, with the same memory to use."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def report_differences(comparison: Comparison) -> None:
 
 @takes(Options)
 def compare_command(options: Options) -> None:
-    """Run the same prompts under several controllers at equal memory.
+    """Run the same prompts under several controllers, each with the same memory to use.
 
     Repeat --controller for one row each (resident and hisparse when none is given). A policy may
     change speed and memory, never the output: tokens and logits are compared bit for bit, and

@@ -28,6 +28,10 @@ _SMALLEST, _LARGEST = 2048, 3072  # bytes: long enough that a cache of 256 rows 
 _SKIP = 4096  # bytes at the head of each file: licences and imports
 _TAIL_CHARACTERS = 240
 _RULE_WIDTH = 72
+_LEGEND = (
+    "fetched: rows copied from host memory for attention; optional: MiB of rows kept on the device "
+    "beyond\nwhat decoding needs (mean); tokens/s includes the prompts, and on a CPU says little."
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ def demo_command(
     emit_json(_document(comparison, prompts), to_stdout=as_json, path=output)
     if not as_json:
         _print_continuation(prompts[0], comparison.runs[0])
-        write_text(f"\n{comparison.table()}\n")
+        write_text(f"\n{comparison.table()}\n{_LEGEND}\n")
     say(verdict(comparison))
     report_differences(comparison)
     finish(comparison.failed)

@@ -101,7 +101,7 @@ class Options:
     ] = None
     controller: Annotated[
         list[str] | None,
-        _option("--controller", _WHAT, "NAME, NAME:key=value,... or PATH.py:NAME.", "SPEC"),
+        _option("--controller", _WHAT, "NAME or NAME:key=value,... (kvpolicy list).", "SPEC"),
     ] = None
     eviction: Annotated[
         str | None,

@@ -52,6 +52,10 @@ class MemoryUsage:
         return self.required + self.optional
 
 
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):.2f}"
+
+
 class Hierarchy:
     """Owns all KV memory. Requests are admitted, stepped, committed, resized and released here.
 
@@ -92,9 +96,9 @@ class Hierarchy:
         if frames * self.layout.frame_bytes > device_bytes:
             raise CapacityError(
                 "device",
-                f"staging ({self.reserve.staging_rows} rows) and in-flight rows "
-                f"({self.reserve.inflight_rows}) take {frames * self.layout.frame_bytes} bytes, "
-                f"device KV memory has {device_bytes}",
+                f"device_kv_mib = {_mib(device_bytes)}: staging ({self.reserve.staging_rows} rows) and "
+                f"in-flight rows ({self.reserve.inflight_rows}) alone take "
+                f"{_mib(frames * self.layout.frame_bytes)} MiB",
             )
 
     def _shared_tables(self) -> SharedTables:
@@ -136,15 +140,16 @@ class Hierarchy:
             size = self.layout.frame_bytes
             raise CapacityError(
                 "device",
-                f"a request of {max_tokens} tokens needs {need * size} bytes, {have * size} of "
-                f"{self.arena.frames.num_frames * size} are left beside staging and in-flight rows",
+                f"a request of {max_tokens} tokens needs {_mib(need * size)} MiB; device_kv_mib = "
+                f"{_mib(self.arena.frames.num_frames * size)} leaves {_mib(have * size)} MiB beside "
+                "staging and in-flight rows",
             )
         host = accounting.host_bytes(self.layout, max_tokens)
         if host > self.host.extents.capacity:
             raise CapacityError(
                 "host",
-                f"a request of {max_tokens} tokens needs {host} bytes, the pool has "
-                f"{self.host.extents.capacity}",
+                f"a request of {max_tokens} tokens needs {_mib(host)} MiB, host_kv_mib = "
+                f"{_mib(self.host.extents.capacity)}",
             )
 
     def admit(self, request_id: int, max_tokens: int, rows: Sequence[int]) -> None:
