@@ -7,10 +7,7 @@ rows may differ by more.
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,13 +15,13 @@ import pytest
 import torch
 from checking import CheckingModel
 from heldout import pieces
+from results import keep
 from torch import Tensor
 
 from kvpolicy import Engine, EngineConfig, SamplingParams
 from kvpolicy.models.checkpoint import checkpoint_folder
 from kvpolicy.models.glm_dsa import GlmDsa
 from kvpolicy.models.loader import load_model
-from kvpolicy.telemetry.record import run_record
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [
@@ -194,13 +191,8 @@ def check(count: int, capsys: pytest.CaptureFixture[str]) -> None:
                 print(f"\n  {results[-1]}", end="", flush=True)
     apart = sum(r["rows_apart"] for r in results) / sum(r["pairs"] for r in results)
     assert apart <= SHARE, f"{apart:.2%} of (row, store) chose apart"
-    if folder := os.environ.get("KVPOLICY_RESULTS"):
-        record = run_record({"prompts": count, "new_tokens": NEW_TOKENS}, "cpu")
-        record["versions"]["transformers"] = transformers.__version__
-        path = Path(folder) / f"oracle-{count}.json"
-        path.write_text(
-            json.dumps({"record": record, "apart": apart, "results": results}, indent=1)
-        )
+    config = {"prompts": count, "new_tokens": NEW_TOKENS}
+    keep(f"oracle-{count}", config, {"apart": apart, "prompts": results})
 
 
 def test_logits_match_transformers(capsys: pytest.CaptureFixture[str]) -> None:

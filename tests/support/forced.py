@@ -31,7 +31,9 @@ class ForcedModel:
         following = memory.positions + 1
         known = following < self.text.shape[0]
         targets = self.text[following[known]]
-        self.nats.append(torch.nn.functional.cross_entropy(logits[known], targets, reduction="none"))
+        self.nats.append(
+            torch.nn.functional.cross_entropy(logits[known], targets, reduction="none")
+        )
         forced = torch.full((len(wanted), self.model.vocab), -100.0)
         for i, row in enumerate(wanted.tolist()):
             forced[i, self.text[min(int(following[row]), self.text.shape[0] - 1)]] = 100.0
