@@ -9,20 +9,14 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from micro import micro_model
+from mix import PARAMS, PROMPTS
 from scale import examples
 
-from kvpolicy import Engine, EngineConfig, SamplingParams
+from kvpolicy import Engine, EngineConfig
 from kvpolicy.engine.request import RequestOutput
 from kvpolicy.models.loader import DecodeModel
 
 NO_SHRINK = (Phase.explicit, Phase.reuse, Phase.generate)
-PROMPTS = [b"def f(x):\n    return x + 1\n" * 2, b"z", bytes(range(60)), b"import os, sys\n" * 6]
-PARAMS = [
-    SamplingParams(max_new_tokens=12),
-    SamplingParams(max_new_tokens=9, temperature=0.7, seed=5),
-    SamplingParams(max_new_tokens=12, temperature=1.2, top_k=20, top_p=0.9, seed=5),
-    SamplingParams(max_new_tokens=7, temperature=1.0, seed=9),
-]
 
 
 @dataclass(frozen=True)

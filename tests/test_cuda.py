@@ -9,6 +9,7 @@ import torch
 from checking import CheckingModel
 from heldout import pieces
 from micro import write_checkpoint
+from mix import PARAMS, PROMPTS
 
 from kvpolicy import Engine, EngineConfig, SamplingParams
 from kvpolicy.engine.request import RequestOutput
@@ -16,13 +17,6 @@ from kvpolicy.models.glm_dsa import GlmDsa
 from kvpolicy.models.loader import load_model
 
 pytestmark = pytest.mark.gpu
-PROMPTS = [b"def f(x):\n    return x + 1\n" * 3, b"z", bytes(range(60)), b"import os\n" * 9]
-PARAMS = [
-    SamplingParams(max_new_tokens=10),
-    SamplingParams(max_new_tokens=8, temperature=0.7, seed=5),
-    SamplingParams(max_new_tokens=10, temperature=1.2, top_k=20, top_p=0.9, seed=5),
-    SamplingParams(max_new_tokens=6, temperature=1.0, seed=9),
-]
 CONTROLLERS = ["resident", "hisparse:device_buffer_rows=16", "static:device_buffer_rows=0"]
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from kvpolicy.engine.engine import Engine
 
-# A refresh costs about as much as a decode step of the embedded model (2 ms): ten a second.
+# Drawing is work on the same core as decoding: ten times a second looks live and is enough.
 _REFRESH_S = 0.1
 
 
