@@ -64,7 +64,8 @@ class EngineConfig(Settings):
     host_kv_mib: host memory for the history. staging_rows: transient rows shared by all requests
     (None: what max_concurrency requests can select at once). floor_rows: hot rows per request and
     layer that no controller can take. prefill_chunk: prompt rows computed in one step.
-    control_interval: steps between two decisions. bos: put the beginning-of-sequence token first.
+    control_interval: steps between two decisions. clock: ``wall``, or ``steps``: latencies counted in
+    engine steps (one counts as 1 ms), the same in every run. bos: put the beginning-of-sequence token first.
     validate: check_integrity() after every step (YAML and keyword name ``validate``).
     """
 
@@ -83,6 +84,7 @@ class EngineConfig(Settings):
     max_concurrency: int = Field(default=16, ge=1, le=4096)
     prefill_chunk: int = Field(default=64, ge=1, le=65536)
     control_interval: int = Field(default=8, ge=1)
+    clock: Literal["wall", "steps"] = "wall"
     dtype: Literal["float32"] = "float32"
     kv_dtype: Literal["float32", "bf16"] = "float32"
     bos: bool = False

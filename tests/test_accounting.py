@@ -294,7 +294,9 @@ def test_staging_below_top_k_is_refused() -> None:
 
 def test_memory_below_staging_and_in_flight_is_refused() -> None:
     layout = LAYOUTS["tiny-dsa", "float32"]
-    with pytest.raises(CapacityError, match=r"device_kv_mib = .*: staging .128 rows. and in-flight"):
+    with pytest.raises(
+        CapacityError, match=r"device_kv_mib = .*: staging .128 rows. and in-flight"
+    ):
         hierarchy(layout, -1, 1 << 20)
     memory = hierarchy(layout, 0, 1 << 20)
     assert memory.arena.frames.free == 0

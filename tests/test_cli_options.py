@@ -177,7 +177,6 @@ def test_bad_option(arguments: list[str], part: str) -> None:
         ["--workload", "synthetic:step"],
         ["--slo", "tpot_ms=50"],
         ["--tpot-bound-ms", "50"],
-        ["--clock", "wall"],
         ["--logdir", "runs"],
         ["--dummy-weights"],
         ["--layers", "3"],
@@ -195,13 +194,13 @@ def test_later_options_say_so(arguments: list[str]) -> None:
 
 
 def test_later_options_accept_their_default() -> None:
-    options = Options(drafter=["none"], verification="standard", clock="steps")
+    options = Options(drafter=["none"], verification="standard")
     assert resolve(options) == resolve(Options())
 
 
 @pytest.mark.parametrize(
     ("flag", "value", "meant"),
-    [("--drafter", "dsparc", "dspark"), ("--clock", "step", "steps")],
+    [("--drafter", "dsparc", "dspark"), ("--verification", "blok", "block")],
 )
 def test_values_of_later_options_are_checked(flag: str, value: str, meant: str) -> None:
     assert f"(did you mean {meant!r}?)" in invoke_error("x", flag, value)

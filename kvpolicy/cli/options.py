@@ -120,6 +120,10 @@ class Options:
         int | None,
         _option("--control-interval", _WHAT, "Steps between two decisions of the controller.", "N"),
     ] = None
+    clock: Annotated[
+        str | None,
+        _option("--clock", _WHAT, "What latencies count; a step counts as 1 ms.", "wall|steps"),
+    ] = None
     validate: Annotated[
         bool | None,
         _option(
@@ -169,7 +173,6 @@ class Options:
 
     drafter: Annotated[list[str] | None, _later("--drafter")] = None
     verification: Annotated[str | None, _later("--verification")] = None
-    clock: Annotated[str | None, _later("--clock")] = None
     num_draft_tokens: Annotated[int | None, _later("--num-draft-tokens")] = None
     shadow: Annotated[list[str] | None, _later("--shadow")] = None
     workload: Annotated[str | None, _later("--workload")] = None

@@ -31,7 +31,6 @@ LATER_VALUES: Mapping[str, tuple[str, ...]] = {
 
 _DRAFTERS = ("none", "dspark", "dflash2", "dflash")
 _VERIFICATIONS = ("standard", "block", "coupled")
-_CLOCKS = ("steps", "wall")
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,6 @@ def _refuse_later_options(options: Options) -> None:
     choices = (
         ("--drafter", options.drafter or [], _DRAFTERS),
         ("--verification", [options.verification], _VERIFICATIONS),
-        ("--clock", [options.clock], _CLOCKS),
     )
     for flag, given, allowed in choices:
         for value in given:

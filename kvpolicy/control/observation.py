@@ -22,13 +22,27 @@ class StoreView:
 
 
 @dataclass(frozen=True, slots=True)
+class MissCurve:
+    """How the misses of one store fall with the rows a request keeps, measured on live traffic.
+
+    rows: budgets, ascending. misses: records fetched per decode step and request at each budget
+    (least-recently-used order). steps: decode steps behind the estimate, 0 where there is none yet.
+    """
+
+    rows: tuple[int, ...] = ()
+    misses: tuple[float, ...] = ()
+    steps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class RequestView:
     """One running request.
 
     context: committed tokens. max_rows: per store, entries it can ever have (a budget at or above
-    it means fully resident). budget: per store, rows it may keep now. decoding: past its prompt.
-    age: engine steps since admission. selected_rows, unique_rows, fetched_rows: during decode,
-    since the last observation.
+    it means fully resident). rows_now: per store, entries with room now: what full residency takes
+    at this moment, growing with the context. budget: per store, rows it may keep now (max_rows
+    where fully resident). decoding: past its prompt. age: engine steps since admission.
+    selected_rows, unique_rows, fetched_rows: during decode, since the last observation.
     """
 
     request_id: int
@@ -41,6 +55,7 @@ class RequestView:
     selected_rows: int
     unique_rows: int
     fetched_rows: int
+    rows_now: tuple[int, ...] = ()
 
     @property
     def miss_rate(self) -> float:
@@ -57,6 +72,12 @@ class Observation:
     oldest_wait: steps the first of them has waited. arrivals, finished: since the last observation.
     step_seconds: mean wall time of a step in the interval (0 where steps are the clock).
     host_to_device_bytes: in the interval. floor_rows: rows no plan goes below.
+    seats_free: requests that may still start. queue_bytes: device memory that each waiting request
+    needs to start, in order, for as many as have a seat. shortages: times since the last
+    observation that a growing context found no free memory (rows were taken back, or a request was
+    preempted). preemptions: requests put back to the host since then. tokens: generated since then.
+    curves: per store, misses by budget as far as measured (empty where the controller asks for none).
+    slo_tpot, slo_ttft: the bounds that goodput counts, None where none is set.
     """
 
     step: int
@@ -75,3 +96,11 @@ class Observation:
     host_to_device_bytes: int
     stores: tuple[StoreView, ...]
     requests: tuple[RequestView, ...]
+    seats_free: int = 0
+    queue_bytes: tuple[int, ...] = ()
+    shortages: int = 0
+    preemptions: int = 0
+    tokens: int = 0
+    curves: tuple[MissCurve, ...] = ()
+    slo_tpot: float | None = None
+    slo_ttft: float | None = None

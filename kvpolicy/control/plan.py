@@ -20,12 +20,14 @@ class Plan:
 
     targets: request id -> hot rows (a request that is not named keeps its budget).
     default: target of running requests that ``targets`` does not name, None to keep.
-    reserve_rows: rows per store kept free for arrivals (of every store's record).
+    reserve_rows: rows per store kept free for arrivals (of every store's record). reserve_bytes:
+    device memory kept free besides.
     """
 
     targets: Mapping[int, Target] = field(default_factory=dict)
     default: Target | None = None
     reserve_rows: float = 0.0
+    reserve_bytes: float = 0.0
 
     @staticmethod
     def even(rows: Target) -> Plan:

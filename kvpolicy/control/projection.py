@@ -31,11 +31,12 @@ class ProjectedPlan:
     reason: str
 
 
-def frames_of(store: StoreView, rows: int, max_rows: int) -> int:
-    """Arena frames of one hot cache (a full one has no slot metadata)."""
-    held = min(rows, max_rows)
-    frames = -(-held // store.rows_per_frame)
-    return frames if rows >= max_rows else frames + -(-held // store.meta_per_frame)
+def frames_of(store: StoreView, rows: int, max_rows: int, rows_now: int | None = None) -> int:
+    """Arena frames of one hot cache. A full one (rows at or above max_rows) has no slot metadata,
+    and room for ``rows_now`` entries so far."""
+    if rows >= max_rows:
+        return -(-(max_rows if rows_now is None else rows_now) // store.rows_per_frame)
+    return -(-rows // store.rows_per_frame) + -(-rows // store.meta_per_frame)
 
 
 def project(plan: Plan, observation: Observation) -> ProjectedPlan:
@@ -72,14 +73,17 @@ class _Pool:
         self.per_frame = np.array([s.rows_per_frame for s in observation.stores], dtype=np.int64)
         self.meta = np.array([s.meta_per_frame for s in observation.stores], dtype=np.int64)
         most = [r.max_rows for r in observation.requests]
+        now = [r.rows_now or r.max_rows for r in observation.requests]
         held = [r.budget for r in observation.requests]
         self.most = np.array(most, dtype=np.int64).reshape(shape)
+        self.now = np.array(now, dtype=np.int64).reshape(shape)
         self.held = np.array(held, dtype=np.int64).reshape(shape)
 
     def frames(self, rows: Rows) -> Rows:
         """:func:`frames_of`, for every request and store."""
-        kept = np.minimum(rows, self.most)
-        meta = np.where(rows >= self.most, 0, -(-kept // self.meta))
+        full = rows >= self.most
+        kept = np.where(full, self.now, rows)
+        meta = np.where(full, 0, -(-kept // self.meta))
         return -(-kept // self.per_frame) + meta
 
     def cost(self, rows: Rows) -> int:
@@ -140,6 +144,11 @@ def _room(plan: Plan, pool: _Pool, observation: Observation, reasons: list[str])
         reasons.append("reserve is not a number of rows")
         return room
     kept = int((-(-int(min(reserve, 1e12)) // pool.per_frame)).sum())
+    size = _number(plan.reserve_bytes)
+    if size is None or math.isnan(size) or size < 0:
+        reasons.append("reserve is not a number of bytes")
+        return max(0, room - kept)
+    kept += -(-int(min(size, 1e18)) // observation.frame_bytes)
     return max(0, room - kept)
 
 

@@ -13,9 +13,10 @@ import torch
 
 from kvpolicy.config import EngineConfig, SamplingParams
 from kvpolicy.controllers.base import Controller
+from kvpolicy.engine.clock import Clock
 from kvpolicy.engine.handle import RequestHandle
 from kvpolicy.engine.loop import ControlLoop
-from kvpolicy.engine.metrics import Metrics
+from kvpolicy.engine.metrics import Metrics, Sample
 from kvpolicy.engine.request import Request, RequestOutput, State
 from kvpolicy.engine.scheduler import Batch, Scheduler
 from kvpolicy.errors import CapacityError, IntegrityError, UserError
@@ -67,7 +68,7 @@ class Engine:
         self.requests: dict[int, Request] = {}
         self.totals = Metrics()
         self._next_id = 0
-        self.steps = 0
+        self.clock = Clock(self.config.clock)
         self._closed = False
         self._broken = ""
 
@@ -85,6 +86,11 @@ class Engine:
             poison=config.validate_,
         )
 
+    @property
+    def steps(self) -> int:
+        """Engine steps so far, skipped ones included."""
+        return self.clock.steps
+
     # --- requests --------------------------------------------------------------------------------
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestHandle:
@@ -101,6 +107,7 @@ class Engine:
             eos=self.model.eos,
             stops=params.stop_bytes(),
             arrived_step=self.steps,
+            clock=self.clock,
         )
         limit = self.model.geometry.max_context
         if request.max_tokens > limit:
@@ -209,6 +216,7 @@ class Engine:
         wanted = torch.tensor(batch.wanted, dtype=torch.int64, device=self.device)
         logits = self.model.forward(tokens, memory, wanted)
         self.memory.commit(memory, [segment.count for segment in batch.segments])
+        self.totals.decode_steps += any(segment.decode for segment in batch.segments)
         self._emit(batch, logits)
         self._account(started)
         return True
@@ -265,10 +273,14 @@ class Engine:
         self.totals.retire(request)
 
     def _account(self, started: float) -> None:
-        self.steps += 1
+        self.clock.steps += 1
         self.totals.note_step(self.memory, time.perf_counter() - started)
         if self.config.validate_:
             self.check_integrity()
+
+    def skip(self, steps: int = 1) -> None:
+        """Let time pass without work, where steps are the clock and nothing runs."""
+        self.clock.steps += steps
 
     # --- control and reports ---------------------------------------------------------------------
 
@@ -298,6 +310,33 @@ class Engine:
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             finished=totals.finished,
+        )
+
+    def sample(self) -> Sample:
+        """The engine at this moment (on a GPU this waits for the device)."""
+        usage, decode, waiting = (
+            self.memory.usage(),
+            self.memory.counters.decode,
+            self.scheduler.waiting,
+        )
+        return Sample(
+            step=self.steps,
+            time=self.clock.now(),
+            running=len(self.scheduler.running),
+            waiting=len(waiting),
+            oldest_wait=self.steps - waiting[0].arrived_step if waiting else 0,
+            required_bytes=usage.required,
+            optional_bytes=usage.optional,
+            free_bytes=usage.free,
+            selected_rows=decode.selected_rows,
+            unique_rows=decode.unique_rows,
+            fetched_rows=decode.fetched_rows,
+            host_to_device_bytes=self.memory.counters.host_to_device_bytes,
+            generated_tokens=self.totals.generated_tokens,
+            decode_steps=self.totals.decode_steps,
+            finished=self.totals.finished,
+            preemptions=self.totals.preemptions,
+            busy_seconds=self.totals.busy_seconds,
         )
 
     def metrics(self) -> dict[str, Any]:

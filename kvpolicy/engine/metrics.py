@@ -19,6 +19,32 @@ def _latencies() -> deque[float]:
     return deque(maxlen=LATENCIES)
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The engine at one moment, for timelines. Rows, bytes, tokens and counts are totals since the
+    start; differences of two samples are what happened between them. time: seconds of the engine's
+    clock. *_bytes of the device: as they are now. busy_seconds: wall time inside steps.
+    """
+
+    step: int
+    time: float
+    running: int
+    waiting: int
+    oldest_wait: int
+    required_bytes: int
+    optional_bytes: int
+    free_bytes: int
+    selected_rows: int
+    unique_rows: int
+    fetched_rows: int
+    host_to_device_bytes: int
+    generated_tokens: int
+    decode_steps: int
+    finished: int
+    preemptions: int
+    busy_seconds: float
+
+
 @dataclass(slots=True)
 class Metrics:
     """Running totals. busy_seconds: wall time inside steps.
@@ -33,6 +59,8 @@ class Metrics:
     generated_tokens: int = 0
     finished: int = 0
     reduced_admissions: int = 0
+    preemptions: int = 0
+    decode_steps: int = 0
     busy_seconds: float = 0.0
     optional_byte_steps: int = 0
     required_peak: int = 0
@@ -105,7 +133,7 @@ class Metrics:
             "controller_decisions": control.decisions,
             "controller_projections": control.projections,
             "controller_fallbacks": control.fallbacks,
-            "preemptions": 0,
+            "preemptions": self.preemptions,
             "deferred_admissions": dict(self.deferred),
             "reduced_admissions": self.reduced_admissions,
             "prefill": {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpolicy.config import SamplingParams
+from kvpolicy.engine.clock import Clock
 from kvpolicy.errors import IntegrityError
 from kvpolicy.sampling import choose_token
 
@@ -75,7 +75,8 @@ class Request:
     eos: tuple[int, ...]
     stops: tuple[bytes, ...]
     arrived_step: int
-    arrived: float = field(default_factory=time.perf_counter)
+    clock: Clock
+    arrived: float = 0.0
     state: State = State.WAITING
     admitted_step: int = 0
     computed: int = 0
@@ -85,6 +86,9 @@ class Request:
     last_token: float | None = None
     _text: bytearray = field(default_factory=bytearray)
     _digest: Any = field(default_factory=hashlib.sha256)
+
+    def __post_init__(self) -> None:
+        self.arrived = self.clock.now()
 
     def move(self, state: State) -> None:
         """Change state; IntegrityError on a transition that does not exist."""
@@ -114,8 +118,9 @@ class Request:
         token = choose_token(row, self.params, len(self.prompt) + len(self.tokens))
         self._digest.update(row.tobytes())
         self.tokens.append(token)
-        self.last_token = time.perf_counter()
-        self.first_token = self.first_token or self.last_token
+        self.last_token = self.clock.now()
+        if self.first_token is None:
+            self.first_token = self.last_token
         if token < 256:
             self._text.append(token)
         if token in self.eos or self._hit_stop():
