@@ -99,3 +99,73 @@ def place(state: HotState, entries: Tensor, slots: Tensor, stamp: int) -> None:
         state.slot_of.put(entries, slots)
         state.entry_of.put(slots, entries)
         state.stamp.put(slots, torch.full_like(slots, stamp))
+
+
+PAD = 2**31 - 1
+"""Fills rows of wanted entries at their end; above every entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTables:
+    """Hot caches of one store: a row per seat. Frames are numbers of arena frames, in order."""
+
+    records: Tensor
+    maps: Tensor
+    meta: Tensor
+    row_frames: Tensor
+    map_frames: Tensor
+    meta_frames: Tensor
+    capacity: Tensor
+    full: Tensor
+    hand: Tensor
+    draws: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """location: int64 [p, U]; missed: bool [p, U]."""
+
+    location: Tensor
+    missed: Tensor
+
+
+def resolve_batch(
+    tables: CacheTables,
+    seats: Tensor,
+    wanted: Tensor,
+    admit: Tensor,
+    rule: EvictionRule,
+    step: int,
+    evict: bool = True,
+) -> Resolved:
+    """See :func:`resolve`, for several requests."""
+    location = torch.full_like(wanted, -1)
+    missed = torch.zeros_like(wanted, dtype=torch.bool)
+    for i, (seat, may) in enumerate(zip(seats.tolist(), admit.tolist(), strict=True)):
+        real = (wanted[i] != PAD).nonzero()[:, 0]
+        asked = wanted[i][real]
+        rows = Paged(tables.records, tables.row_frames[seat])
+        if bool(tables.full[seat]):
+            location[i][real] = rows.locate(asked)
+            continue
+        meta = tables.meta_frames[seat]
+        state = HotState(
+            Paged(tables.maps, tables.map_frames[seat]),
+            Paged(tables.meta[..., 0], meta),
+            Paged(tables.meta[..., 1], meta),
+            int(tables.capacity[seat]),
+            SweepState(int(tables.hand[seat]), int(tables.draws[seat])),
+        )
+        if may and not evict:
+            taken = state.entry_of.get(arange(state.capacity, wanted.device)) != ABSENT
+            free = int((~taken).sum())
+            known = state.slot_of.get(asked) >= 0
+            may_stay = torch.cumsum(~known, 0) <= free
+        else:
+            may_stay = torch.ones_like(asked, dtype=torch.bool)
+        found = resolve(asked, state, rule, step, may_stay if may else None)
+        tables.hand[seat], tables.draws[seat] = state.sweep.hand, state.sweep.draws
+        kept = found.slot >= 0
+        location[i][real[kept]] = rows.locate(found.slot[kept])
+        missed[i][real] = found.missed
+    return Resolved(location, missed)

@@ -36,7 +36,8 @@ class SamplingParams(Settings):
 
     temperature 0 is greedy (ties to the lowest id). top_k 0 and top_p 1 are off. seed: the noise of
     a token depends on (seed, position) only. stop: generation ends where one of these texts
-    appears; it is not part of the output.
+    appears; it is not part of the output. deadline_ms: the request is cancelled when it is not done
+    this long after it came (milliseconds of the engine's clock), waiting included.
     """
 
     max_new_tokens: int = Field(default=64, ge=1, le=1_000_000)
@@ -45,6 +46,7 @@ class SamplingParams(Settings):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     seed: int = Field(default=0, ge=0, lt=2**63)
     stop: tuple[str | bytes, ...] = ()
+    deadline_ms: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
 
     def stop_bytes(self) -> tuple[bytes, ...]:
         """The stop texts as bytes, empty ones left out."""

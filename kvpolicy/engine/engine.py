@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -15,7 +16,7 @@ from kvpolicy.config import EngineConfig, SamplingParams
 from kvpolicy.controllers.base import Controller
 from kvpolicy.engine.clock import Clock
 from kvpolicy.engine.handle import RequestHandle
-from kvpolicy.engine.loop import ControlLoop
+from kvpolicy.engine.loop import ControlLoop, LoadView
 from kvpolicy.engine.metrics import Metrics, Sample
 from kvpolicy.engine.request import Request, RequestOutput, State
 from kvpolicy.engine.scheduler import Batch, Scheduler
@@ -79,7 +80,9 @@ class Engine:
             layout,
             device_bytes=int(config.device_kv_mib * MIB),
             host_bytes=int(config.host_kv_mib * MIB),
-            reserve=Reserve(staging, config.max_concurrency + config.prefill_chunk),
+            reserve=Reserve(
+                staging, config.max_concurrency + config.prefill_chunk, config.max_concurrency
+            ),
             floor_rows=config.floor_rows,
             rule=self.control.rule,
             device=self.device,
@@ -149,6 +152,26 @@ class Engine:
         stores = self._layout.stores
         return self.control.initial_rows(tuple(s.store.entries(request.max_tokens) for s in stores))
 
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[int]:
+        """Submit a request and yield its tokens as they come; closing the iterator cancels it."""
+        handle = self.submit(prompt, params)
+
+        def tokens() -> Iterator[int]:
+            try:
+                yield from handle
+            finally:
+                handle.cancel()
+
+        return tokens()
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request now, as its handle's ``cancel`` does. False if there is no such request."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        self._cancel(request)
+        return True
+
     def _cancel(self, request: Request) -> None:
         if request.state is not State.FINISHED:
             request.finish("cancelled")
@@ -206,8 +229,11 @@ class Engine:
 
     def _step(self) -> bool:
         started = time.perf_counter()
-        self._control()
+        self._expire()
+        if self.control.is_due(self.steps):
+            self.control.step(self.memory, self._load())
         self._admit()
+        self._grow()
         batch = self.scheduler.batch()
         if not batch.segments:
             return False
@@ -229,27 +255,86 @@ class Engine:
         """
         while (request := self.scheduler.next_waiting) is not None:
             rows = self._initial_rows(request)
+            room = self.memory.room_for(request.max_tokens, request.next_tokens)
             try:
-                self.memory.admit(request.id, request.max_tokens, rows)
+                if self.scheduler.running:
+                    self._leave_growth(request, rows, room)
+                self.memory.admit(request.id, request.max_tokens, rows, room)
             except CapacityError as error:
                 if self.scheduler.running:
                     self.totals.defer(request, error.tier)
                     return
                 log.warning("request %d starts with fewer hot rows: %s", request.id, error)
                 self.totals.reduced_admissions += 1
-                self.memory.admit(request.id, request.max_tokens, (0,) * len(rows))
+                self.memory.admit(request.id, request.max_tokens, (0,) * len(rows), room)
             self.scheduler.start(self.steps)
             self.control.wake()
 
-    def _control(self) -> None:
-        self.control.step(
-            self.steps,
-            self.memory,
-            self.scheduler.running,
-            list(self.scheduler.waiting),
+    def _leave_growth(self, request: Request, rows: tuple[int, ...], room: int) -> None:
+        """CapacityError unless every running request could still grow once after an admission:
+        a request that is admitted only to be preempted at the next growth gains nobody anything."""
+        need = self.memory.frames_of(request.max_tokens, rows, room)
+        need += self.memory.growth_frames * (len(self.scheduler.running) + 1)
+        free = self.memory.arena.frames.free
+        if need > free:
+            raise CapacityError("device", f"{need} frames needed, {free} free")
+
+    def _grow(self) -> None:
+        """Room for the next row of every running request, the oldest first. Where frames lack,
+        optional rows beyond what the controller promised give way, then the youngest request."""
+        for request in list(self.scheduler.running):
+            while request.state is not State.WAITING:
+                missing = self.memory.grow(request.id, request.computed + 1)
+                if not missing:
+                    break
+                self.memory.counters.shortages += 1
+                self.control.wake()
+                if self.memory.take_back(missing, self.control.promised):
+                    continue
+                if len(self.scheduler.running) > 1:
+                    self._preempt(self.scheduler.running[-1])
+                elif not self.memory.take_back(missing, (0,) * len(self.control.promised)):
+                    raise IntegrityError(f"request {request.id} lacks {missing} frames, alone")
+
+    def _preempt(self, request: Request) -> None:
+        """Put a request back to the host; it resumes exactly, before all that wait."""
+        log.info("request %d is preempted at step %d", request.id, self.steps)
+        self.memory.preempt(request.id)
+        self.scheduler.put_back(request, self.steps)
+        self.control.forget(request.id)
+        self.totals.preemptions += 1
+
+    def _expire(self) -> None:
+        """Cancel what is past its deadline."""
+        if not any(request.expires is not None for request in self.requests.values()):
+            return
+        now = self.clock.now()
+        for request in list(self.requests.values()):
+            if request.expires is not None and now >= request.expires:
+                self.totals.expired += 1
+                self._cancel(request)
+
+    def _load(self) -> LoadView:
+        scheduler, totals = self.scheduler, self.totals
+        seats = scheduler.max_concurrency - len(scheduler.running)
+        size = self.memory.layout.frame_bytes
+        queue = []
+        for request in itertools.islice(scheduler.waiting, seats):
+            room = self.memory.room_for(request.max_tokens, request.next_tokens)
+            rows = self._initial_rows(request)
+            need = self.memory.frames_of(request.max_tokens, rows, room) + self.memory.growth_frames
+            queue.append(need * size)
+        return LoadView(
+            step=self.steps,
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            seats_free=seats,
+            queue_bytes=tuple(queue),
             arrivals=self._next_id,
-            finished=self.totals.finished,
-            seconds=self.totals.busy_seconds,
+            finished=totals.finished,
+            preemptions=totals.preemptions,
+            tokens=totals.generated_tokens,
+            seconds=totals.busy_seconds,
         )
 
     def _emit(self, batch: Batch, logits: torch.Tensor) -> None:
@@ -297,6 +382,12 @@ class Engine:
         running = {request.id for request in self.scheduler.running}
         if held != running:
             raise IntegrityError(f"requests {held ^ running} hold memory or run, not both")
+        suspended = set(self.memory.suspended)
+        preempted = {r.id for r in self.scheduler.waiting if r.preemptions}
+        if suspended != preempted:
+            raise IntegrityError(
+                f"requests {suspended ^ preempted} are suspended or wait, not both"
+            )
 
     def progress(self) -> Progress:
         """How far everything submitted so far is."""
@@ -324,7 +415,7 @@ class Engine:
             time=self.clock.now(),
             running=len(self.scheduler.running),
             waiting=len(waiting),
-            oldest_wait=self.steps - waiting[0].arrived_step if waiting else 0,
+            oldest_wait=self.steps - waiting[0].waiting_since if waiting else 0,
             required_bytes=usage.required,
             optional_bytes=usage.optional,
             free_bytes=usage.free,

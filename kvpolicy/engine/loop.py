@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvpolicy.control.observation import Observation, RequestView, StoreView
@@ -43,6 +44,28 @@ class _Baseline:
     arrivals: int = 0
     finished: int = 0
     seconds: float = 0.0
+    shortages: int = 0
+    preemptions: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadView:
+    """What the control loop must know of the engine besides memory; counts since the start.
+
+    queue_bytes: device bytes that waiting requests need to start, in order, as many as have seats.
+    """
+
+    step: int
+    running: Sequence[Request]
+    waiting: Sequence[Request]
+    seats_free: int
+    queue_bytes: tuple[int, ...]
+    arrivals: int
+    finished: int
+    preemptions: int
+    tokens: int
+    seconds: float
 
 
 def store_views(layout: Layout) -> tuple[StoreView, ...]:
@@ -89,6 +112,11 @@ class ControlLoop:
         self.controller, self._initial, self.rule = controller, initial, rule
         self._due = True
 
+    @property
+    def promised(self) -> tuple[float, ...]:
+        """Rows per store that every running request has been promised, inf for all of them."""
+        return self._initial
+
     def initial_rows(self, max_entries: tuple[int, ...]) -> tuple[int, ...]:
         """Rows per store that admission must reserve for a request with these many entries."""
         each = zip(self._initial, max_entries, strict=True)
@@ -98,23 +126,26 @@ class ControlLoop:
         """Ask for a decision at the next step, whatever the interval (a request came or went)."""
         self._due = True
 
-    def step(
-        self,
-        step: int,
-        memory: Hierarchy,
-        running: list[Request],
-        waiting: list[Request],
-        arrivals: int,
-        finished: int,
-        seconds: float,
-    ) -> None:
-        """Decide and apply, if it is time."""
-        if not self._due and step - self._base.step < self.interval:
+    def is_due(self, step: int) -> bool:
+        """Whether a decision is wanted now."""
+        return self._due or step - self._base.step >= self.interval
+
+    def step(self, memory: Hierarchy, load: LoadView) -> None:
+        """Decide and apply."""
+        if not load.running:
             return
-        if not running:
-            return
-        now = _Baseline(step, memory.counters.host_to_device_bytes, arrivals, finished, seconds)
-        observation = self._observe(now, memory, running, waiting)
+        step = load.step
+        now = _Baseline(
+            step,
+            memory.counters.host_to_device_bytes,
+            load.arrivals,
+            load.finished,
+            load.seconds,
+            memory.counters.shortages,
+            load.preemptions,
+            load.tokens,
+        )
+        observation = self._observe(now, memory, load)
         self._base, self._due = now, False
         plan, projected, reason = self._ask(observation)
         self.decisions += 1
@@ -139,10 +170,9 @@ class ControlLoop:
             log.info("plan of step %d was altered: %s", observation.step, projected.reason)
         return plan, projected, ""
 
-    def _observe(
-        self, now: _Baseline, memory: Hierarchy, running: list[Request], waiting: list[Request]
-    ) -> Observation:
-        usage = memory.usage()
+    def _observe(self, now: _Baseline, memory: Hierarchy, load: LoadView) -> Observation:
+        usage, waiting = memory.usage(), load.waiting
+        seats = memory.counters.retrieval.by_seat()
         base = self._base
         steps = now.step - base.step
         return Observation(
@@ -155,20 +185,28 @@ class ControlLoop:
             free_bytes=usage.free,
             floor_rows=memory.floor_rows,
             waiting=len(waiting),
-            oldest_wait=now.step - waiting[0].arrived_step if waiting else 0,
+            oldest_wait=now.step - waiting[0].waiting_since if waiting else 0,
             arrivals=now.arrivals - base.arrivals,
             finished=now.finished - base.finished,
             step_seconds=(now.seconds - base.seconds) / steps if steps else 0.0,
             host_to_device_bytes=now.host_to_device_bytes - base.host_to_device_bytes,
             stores=self.stores,
-            requests=tuple(self._view(request, memory, now.step) for request in running),
+            requests=tuple(self._view(r, memory, now.step, seats) for r in load.running),
+            seats_free=load.seats_free,
+            queue_bytes=load.queue_bytes,
+            shortages=now.shortages - base.shortages,
+            preemptions=now.preemptions - base.preemptions,
+            tokens=now.tokens - base.tokens,
         )
 
-    def _view(self, request: Request, memory: Hierarchy, step: int) -> RequestView:
+    def _view(
+        self, request: Request, memory: Hierarchy, step: int, seats: Sequence[RetrievalCounters]
+    ) -> RequestView:
         held = memory.requests[request.id]
-        seen = self._seen.get(request.id, RetrievalCounters())
-        count = held.counters
-        view = RequestView(
+        count = seats[held.seat]
+        new = count.since(self._seen.get(request.id, RetrievalCounters()))
+        self._seen[request.id] = count
+        return RequestView(
             request_id=request.id,
             context=held.committed,
             max_rows=tuple(hot.max_entries for hot in held.hot),
@@ -176,16 +214,13 @@ class ControlLoop:
             decoding=request.state is State.DECODE,
             age=step - request.admitted_step,
             generated=len(request.tokens),
-            selected_rows=count.selected_rows - seen.selected_rows,
-            unique_rows=count.unique_rows - seen.unique_rows,
-            fetched_rows=count.fetched_rows - seen.fetched_rows,
+            selected_rows=new.selected_rows,
+            unique_rows=new.unique_rows,
+            fetched_rows=new.fetched_rows,
+            rows_now=tuple(hot.room for hot in held.hot),
         )
-        copy = RetrievalCounters()
-        copy.add(count)
-        self._seen[request.id] = copy
-        return view
 
     def forget(self, request_id: int) -> None:
-        """Drop what was kept about a request that has ended."""
+        """Drop what was kept about a request that has left the device."""
         self._seen.pop(request_id, None)
         self._due = True

@@ -20,7 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class State(Enum):
-    """Life of a request. WAITING -> PREFILL -> DECODE -> FINISHED; any may go to FINISHED."""
+    """Life of a request. WAITING -> PREFILL -> DECODE -> FINISHED; any may go to FINISHED.
+
+    A preempted request goes back to WAITING, and from there to where it was.
+    """
 
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -29,9 +32,9 @@ class State(Enum):
 
 
 _NEXT = {
-    State.WAITING: {State.PREFILL, State.FINISHED},
-    State.PREFILL: {State.DECODE, State.FINISHED},
-    State.DECODE: {State.FINISHED},
+    State.WAITING: {State.PREFILL, State.DECODE, State.FINISHED},
+    State.PREFILL: {State.DECODE, State.WAITING, State.FINISHED},
+    State.DECODE: {State.WAITING, State.FINISHED},
     State.FINISHED: set(),
 }
 
@@ -67,7 +70,11 @@ class RequestOutput:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request inside the engine. computed: tokens whose rows are committed. stops: stop texts."""
+    """A request inside the engine. computed: tokens whose rows are committed. stops: stop texts.
+
+    waiting_since: engine step at which it came, or was preempted. Times are the clock's seconds:
+    arrived, admitted (first time), first_token, last_token; expires: when it is given up.
+    """
 
     id: int
     prompt: tuple[int, ...]
@@ -79,6 +86,11 @@ class Request:
     arrived: float = 0.0
     state: State = State.WAITING
     admitted_step: int = 0
+    waiting_since: int = 0
+    longest_wait: int = 0
+    preemptions: int = 0
+    admitted: float | None = None
+    expires: float | None = None
     computed: int = 0
     tokens: list[int] = field(default_factory=list)
     finish_reason: str = ""
@@ -89,12 +101,34 @@ class Request:
 
     def __post_init__(self) -> None:
         self.arrived = self.clock.now()
+        self.waiting_since = self.arrived_step
+        if self.params.deadline_ms is not None:
+            self.expires = self.arrived + self.params.deadline_ms / 1e3
 
     def move(self, state: State) -> None:
         """Change state; IntegrityError on a transition that does not exist."""
         if state not in _NEXT[self.state]:
             raise IntegrityError(f"request {self.id}: {self.state.value} -> {state.value}")
         self.state = state
+
+    def start(self, step: int) -> None:
+        """From the queue to where it was: its prompt, or its generation."""
+        self.move(State.PREFILL if self.computed < len(self.prompt) else State.DECODE)
+        self.admitted_step = step
+        self.longest_wait = max(self.longest_wait, step - self.waiting_since)
+        if self.admitted is None:
+            self.admitted = self.clock.now()
+
+    def put_back(self, step: int) -> None:
+        """Preempted: back to the queue."""
+        self.move(State.WAITING)
+        self.waiting_since = step
+        self.preemptions += 1
+
+    @property
+    def next_tokens(self) -> int:
+        """Tokens that must have room for the next step, a whole prompt included."""
+        return max(len(self.prompt), self.computed) + 1
 
     @property
     def max_tokens(self) -> int:

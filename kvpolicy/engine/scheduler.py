@@ -45,10 +45,15 @@ class Scheduler:
     def start(self, step: int) -> Request:
         """Move the first waiting request to the running ones."""
         request = self.waiting.popleft()
-        request.move(State.PREFILL)
-        request.admitted_step = step
+        request.start(step)
         self.running.append(request)
         return request
+
+    def put_back(self, request: Request, step: int) -> None:
+        """A preempted request becomes the first of the waiting ones."""
+        self.running.remove(request)
+        request.put_back(step)
+        self.waiting.appendleft(request)
 
     def remove(self, request: Request) -> None:
         """Forget a request, wherever it is."""
