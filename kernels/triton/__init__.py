@@ -1,0 +1,1 @@
+"""Triton forms of the kernels, one module beside each reference, with the same functions."""
