@@ -163,6 +163,11 @@ class Options:
         _option("--stop", _SAMPLE, "End where this text appears. Repeatable.", "TEXT"),
     ] = None
 
+    deadline_ms: Annotated[
+        float | None,
+        _option("--deadline-ms", _SAMPLE, "Cancel a request that is not done after this.", "MS"),
+    ] = None
+
     fingerprint: Annotated[bool, _flag("--fingerprint", "Add logits_sha256 to every request.")] = (
         False
     )

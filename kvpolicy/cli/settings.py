@@ -56,7 +56,7 @@ def resolve(options: Options) -> Resolved:
     values |= {
         key: given
         for key in SETTINGS
-        if (given := getattr(options, key)) not in (None, []) and key != "controller"
+        if (given := getattr(options, key, None)) not in (None, []) and key != "controller"
     }
     if not controllers and "controller" in values:
         controllers = (values["controller"],)

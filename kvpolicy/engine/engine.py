@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,8 +18,9 @@ from kvpolicy.engine.handle import RequestHandle
 from kvpolicy.engine.loop import ControlLoop, LoadView
 from kvpolicy.engine.metrics import Metrics, Sample
 from kvpolicy.engine.request import Request, RequestOutput, State
+from kvpolicy.engine.residents import Residents
 from kvpolicy.engine.scheduler import Batch, Scheduler
-from kvpolicy.errors import CapacityError, IntegrityError, UserError
+from kvpolicy.errors import UserError
 from kvpolicy.memory.accounting import Reserve
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.layout import Layout
@@ -68,6 +68,7 @@ class Engine:
         self.scheduler = Scheduler(self.config.max_concurrency, self.config.prefill_chunk)
         self.requests: dict[int, Request] = {}
         self.totals = Metrics()
+        self.residents = Residents(self.memory, self.scheduler, self.control, self.totals)
         self._next_id = 0
         self.clock = Clock(self.config.clock)
         self._closed = False
@@ -118,7 +119,8 @@ class Engine:
                 f"prompt of {len(request.prompt)} tokens + max_new_tokens = {params.max_new_tokens}: "
                 f"the model's context is {limit} tokens"
             )
-        self.memory.check_fits_alone(request.max_tokens, self._initial_rows(request))
+        rows = self.residents.initial_rows(request)
+        self.memory.check_fits_alone(request.max_tokens, rows)
         self._next_id += 1
         self.requests[request.id] = request
         self.totals.submit(request)
@@ -147,10 +149,6 @@ class Engine:
         if not ids:
             raise UserError("prompt is empty: needs at least one token (or bos)")
         return ids
-
-    def _initial_rows(self, request: Request) -> tuple[int, ...]:
-        stores = self._layout.stores
-        return self.control.initial_rows(tuple(s.store.entries(request.max_tokens) for s in stores))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[int]:
         """Submit a request and yield its tokens as they come; closing the iterator cancels it."""
@@ -232,8 +230,8 @@ class Engine:
         self._expire()
         if self.control.is_due(self.steps):
             self.control.step(self.memory, self._load())
-        self._admit()
-        self._grow()
+        self.residents.admit(self.steps)
+        self.residents.grow(self.steps)
         batch = self.scheduler.batch()
         if not batch.segments:
             return False
@@ -247,63 +245,6 @@ class Engine:
         self._account(started)
         return True
 
-    def _admit(self) -> None:
-        """Start waiting requests while host, index, map and first hot rows can all be reserved.
-
-        With nothing running there is nothing to wait for: then a request starts with the floor,
-        which it was found to fit with when it came (a swap may have raised the first hot rows).
-        """
-        while (request := self.scheduler.next_waiting) is not None:
-            rows = self._initial_rows(request)
-            room = self.memory.room_for(request.max_tokens, request.next_tokens)
-            try:
-                if self.scheduler.running:
-                    self._leave_growth(request, rows, room)
-                self.memory.admit(request.id, request.max_tokens, rows, room)
-            except CapacityError as error:
-                if self.scheduler.running:
-                    self.totals.defer(request, error.tier)
-                    return
-                log.warning("request %d starts with fewer hot rows: %s", request.id, error)
-                self.totals.reduced_admissions += 1
-                self.memory.admit(request.id, request.max_tokens, (0,) * len(rows), room)
-            self.scheduler.start(self.steps)
-            self.control.wake()
-
-    def _leave_growth(self, request: Request, rows: tuple[int, ...], room: int) -> None:
-        """CapacityError unless every running request could still grow once after an admission:
-        a request that is admitted only to be preempted at the next growth gains nobody anything."""
-        need = self.memory.frames_of(request.max_tokens, rows, room)
-        need += self.memory.growth_frames * (len(self.scheduler.running) + 1)
-        free = self.memory.arena.frames.free
-        if need > free:
-            raise CapacityError("device", f"{need} frames needed, {free} free")
-
-    def _grow(self) -> None:
-        """Room for the next row of every running request, the oldest first. Where frames lack,
-        optional rows beyond what the controller promised give way, then the youngest request."""
-        for request in list(self.scheduler.running):
-            while request.state is not State.WAITING:
-                missing = self.memory.grow(request.id, request.computed + 1)
-                if not missing:
-                    break
-                self.memory.counters.shortages += 1
-                self.control.wake()
-                if self.memory.take_back(missing, self.control.promised):
-                    continue
-                if len(self.scheduler.running) > 1:
-                    self._preempt(self.scheduler.running[-1])
-                elif not self.memory.take_back(missing, (0,) * len(self.control.promised)):
-                    raise IntegrityError(f"request {request.id} lacks {missing} frames, alone")
-
-    def _preempt(self, request: Request) -> None:
-        """Put a request back to the host; it resumes exactly, before all that wait."""
-        log.info("request %d is preempted at step %d", request.id, self.steps)
-        self.memory.preempt(request.id)
-        self.scheduler.put_back(request, self.steps)
-        self.control.forget(request.id)
-        self.totals.preemptions += 1
-
     def _expire(self) -> None:
         """Cancel what is past its deadline."""
         if not any(request.expires is not None for request in self.requests.values()):
@@ -315,26 +256,17 @@ class Engine:
                 self._cancel(request)
 
     def _load(self) -> LoadView:
-        scheduler, totals = self.scheduler, self.totals
-        seats = scheduler.max_concurrency - len(scheduler.running)
-        size = self.memory.layout.frame_bytes
-        queue = []
-        for request in itertools.islice(scheduler.waiting, seats):
-            room = self.memory.room_for(request.max_tokens, request.next_tokens)
-            rows = self._initial_rows(request)
-            need = self.memory.frames_of(request.max_tokens, rows, room) + self.memory.growth_frames
-            queue.append(need * size)
         return LoadView(
             step=self.steps,
-            running=scheduler.running,
-            waiting=scheduler.waiting,
-            seats_free=seats,
-            queue_bytes=tuple(queue),
+            running=self.scheduler.running,
+            waiting=self.scheduler.waiting,
+            seats_free=self.scheduler.seats_free,
+            queue_bytes=self.residents.queue_bytes(),
             arrivals=self._next_id,
-            finished=totals.finished,
-            preemptions=totals.preemptions,
-            tokens=totals.generated_tokens,
-            seconds=totals.busy_seconds,
+            finished=self.totals.finished,
+            preemptions=self.totals.preemptions,
+            tokens=self.totals.generated_tokens,
+            seconds=self.totals.busy_seconds,
         )
 
     def _emit(self, batch: Batch, logits: torch.Tensor) -> None:
@@ -378,16 +310,7 @@ class Engine:
     def check_integrity(self) -> None:
         """IntegrityError unless all bookkeeping agrees and every device row equals its host copy."""
         self.memory.check_integrity()
-        held = set(self.memory.requests)
-        running = {request.id for request in self.scheduler.running}
-        if held != running:
-            raise IntegrityError(f"requests {held ^ running} hold memory or run, not both")
-        suspended = set(self.memory.suspended)
-        preempted = {r.id for r in self.scheduler.waiting if r.preemptions}
-        if suspended != preempted:
-            raise IntegrityError(
-                f"requests {suspended ^ preempted} are suspended or wait, not both"
-            )
+        self.residents.check_integrity()
 
     def progress(self) -> Progress:
         """How far everything submitted so far is."""
