@@ -11,9 +11,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kvpolicy.errors import IntegrityError
 from kvpolicy.geometry.geometry import Selector
+from kvpolicy.kernels.indexer import KeyPages
 from kvpolicy.kernels.paging import gather, scatter
 from kvpolicy.memory.arena import Arena
 from kvpolicy.memory.counters import MemoryCounters
@@ -26,7 +28,7 @@ from kvpolicy.memory.segments import Segment, SharedTables, Wave
 class StepMemory:
     """One step's access to the hierarchy. Made by ``Hierarchy.begin_step``, used once.
 
-    positions: int64 [n], the position of every row, on the device.
+    positions, row_segment: int64 [n], the position and the segment of every row, on the device.
     """
 
     def __init__(
@@ -48,6 +50,8 @@ class StepMemory:
         self.rows = sum(segment.count for segment in segments)
         spans = [torch.arange(s.position, s.position + s.count) for s in segments]
         self.positions = torch.cat(spans).to(self.device) if spans else torch.zeros(0).long()
+        owners = [i for i, segment in enumerate(segments) for _ in range(segment.count)]
+        self.row_segment = torch.tensor(owners, dtype=torch.int64, device=self.device)
         self._geometry = layout.geometry
         self._index = torch.arange(self.rows, device=self.device)
         self._views = [arena.view(store.record) for store in layout.stores]
@@ -116,6 +120,13 @@ class StepMemory:
         entries = store.store.entries(own.position + own.count)
         return self.requests[segment].keys[store.index].paged.prefix(entries)
 
+    def key_pages(self, selector: Selector) -> KeyPages:
+        """The same keys where they lie, of all segments."""
+        store = self.layout.of(selector)
+        tables = [request.keys[store.index].paged for request in self.requests]
+        frames = pad_sequence([table.frames for table in tables], batch_first=True)
+        return KeyPages(tables[0].view, frames)
+
     def select(self, selector: Selector, selection: Tensor) -> None:
         """Publish the top-k of every row: int64 [n, k], ascending, -1 after the last one."""
         if selector.name in self._selection:
@@ -148,14 +159,18 @@ class StepMemory:
             yield wave
         self._waves[selector.name] = done
 
-    def gather(self, layer: int, wave: Wave) -> Tensor:
-        """Rows of one layer for every query row of a wave: [m, k, width]."""
+    def row_view(self, layer: int) -> Tensor:
+        """Where a wave's locations point for the layers that read them: [F, per, width], a strided
+        view of the arena."""
         selector = self._geometry.selector_of_layer(layer)
         at = self._geometry.row_of_layer(layer)
         if selector is None or at is None:
             raise ValueError(f"layer {layer} reads no store")
-        view = self._views[self.layout.of(selector).index][..., at, :]
-        return gather(view, wave.locations)
+        return self._views[self.layout.of(selector).index][..., at, :]
+
+    def gather(self, layer: int, wave: Wave) -> Tensor:
+        """Rows of one layer for every query row of a wave: [m, k, width] (a copy)."""
+        return gather(self.row_view(layer), wave.locations)
 
     # --- look-ups --------------------------------------------------------------------------------
 
