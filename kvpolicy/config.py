@@ -60,7 +60,9 @@ class SamplingParams(Settings):
 class EngineConfig(Settings):
     """One engine. Sizes in MiB are named so; rows are per request and layer.
 
-    model: an embedded model's name, or a checkpoint folder. controller: NAME or NAME:key=value,...
+    model: an embedded model's name, or a checkpoint folder. backend: the kernels; ``auto`` is triton on
+    a GPU where it can run, else the reference; triton on the CPU is its interpreter, for tests.
+    controller: NAME or NAME:key=value,...
     eviction, admission: None leaves the choice to the controller.
     device_kv_mib: device memory for KV of all kinds (rows, index keys, maps, staging, in-flight).
     host_kv_mib: host memory for the history. staging_rows: transient rows shared by all requests
@@ -75,7 +77,7 @@ class EngineConfig(Settings):
 
     model: str = "tiny-dsa"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    backend: Literal["auto", "reference"] = "auto"
+    backend: Literal["auto", "reference", "triton"] = "auto"
     controller: str = "hisparse"
     eviction: Eviction | None = None
     admission: Literal["all"] | None = None

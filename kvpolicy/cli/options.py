@@ -93,7 +93,7 @@ class Options:
         str | None, _option("--device", _WHAT, "Where to compute.", "auto|cpu|cuda")
     ] = None
     backend: Annotated[
-        str | None, _option("--backend", _WHAT, "Kernels to use.", "auto|reference")
+        str | None, _option("--backend", _WHAT, "Kernels to use.", "auto|reference|triton")
     ] = None
     dtype: Annotated[str | None, _option("--dtype", _WHAT, "Arithmetic.", "float32")] = None
     kv_dtype: Annotated[

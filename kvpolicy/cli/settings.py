@@ -22,7 +22,6 @@ __all__ = ["LATER_VALUES", "Resolved", "resolve"]
 
 LATER_VALUES: Mapping[str, tuple[str, ...]] = {
     "model": ("tiny-csa",),
-    "backend": ("triton",),
     "admission": ("accepted",),
     "dtype": ("bfloat16",),
     "kv_dtype": ("fp8",),

@@ -21,6 +21,7 @@ from kvpolicy.engine.request import Request, RequestOutput, State
 from kvpolicy.engine.residents import Residents
 from kvpolicy.engine.scheduler import Batch, Scheduler
 from kvpolicy.errors import UserError
+from kvpolicy.kernels.memory_ops import memory_ops
 from kvpolicy.memory.accounting import Reserve
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.layout import Layout
@@ -59,7 +60,7 @@ class Engine:
         if not isinstance(self.config, EngineConfig):
             raise UserError(f"config = {config!r}: must be an EngineConfig")
         self.device = _device(self.config.device)
-        self.model = model or load_model(self.config.model, self.device)
+        self.model = model or load_model(self.config.model, self.device, self.config.backend)
         self._layout = Layout(self.model.geometry, self.config.kv_dtype)
         self.control = ControlLoop(
             self.config.controller, self.config.control_interval, self._layout, self.config.eviction
@@ -88,6 +89,7 @@ class Engine:
             rule=self.control.rule,
             device=self.device,
             poison=config.validate_,
+            ops=memory_ops(self.model.backend),
         )
 
     @property
@@ -358,8 +360,9 @@ class Engine:
         return self.totals.report(self.steps, self.memory, self.control, self.model.weight_bytes)
 
     def record(self) -> dict[str, Any]:
-        """The run record: config, versions, commit, machine, command."""
-        return run_record(self.config.model_dump(by_alias=True), str(self.device))
+        """The run record: config, backend, versions, commit, machine, command."""
+        config = self.config.model_dump(by_alias=True)
+        return run_record(config, str(self.device), self.model.backend)
 
     # --- life ------------------------------------------------------------------------------------
 

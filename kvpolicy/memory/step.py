@@ -15,6 +15,7 @@ from torch import Tensor
 from kvpolicy.errors import IntegrityError
 from kvpolicy.geometry.geometry import Selector
 from kvpolicy.kernels.eviction import EvictionRule
+from kvpolicy.kernels.indexer import KeyPages
 from kvpolicy.kernels.memory_ops import MemoryOps
 from kvpolicy.kernels.paging import gather, scatter
 from kvpolicy.memory.counters import MemoryCounters
@@ -24,7 +25,7 @@ from kvpolicy.memory.request import RequestMemory
 from kvpolicy.memory.retrieval import Retriever
 from kvpolicy.memory.rows import StepRows
 from kvpolicy.memory.segments import Segment, Wave
-from kvpolicy.memory.tables import KeyPages, SharedTables
+from kvpolicy.memory.tables import SharedTables
 
 
 class StepMemory:
@@ -75,6 +76,11 @@ class StepMemory:
     def positions(self) -> Tensor:
         """Position of every row in its request: int64 [n], on the device."""
         return self.numbers.positions
+
+    @property
+    def row_segment(self) -> Tensor:
+        """Which segment every row is of: int64 [n], on the device."""
+        return self.numbers.segment
 
     # --- rows and keys of this step --------------------------------------------------------------
 

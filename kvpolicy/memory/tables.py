@@ -11,26 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvpolicy.kernels.indexer import KeyPages
 from kvpolicy.kernels.resolve import CacheTables
 from kvpolicy.memory.arena import Arena, Table
 from kvpolicy.memory.layout import Item, Layout, StoreLayout
 
 
-@dataclass(frozen=True, slots=True)
-class KeyPages:
-    """Index keys of several segments, where they lie.
-
-    view: arena view [F, per, width]. frames: int64 [segments, m], each segment's frames in order
-    (beyond its keys: anything).
-    """
-
-    view: Tensor
-    frames: Tensor
-
-
 class StoreTables:
-    """One store. cache: rows, maps and metadata. keys: index keys. *_base: int64 [seats], where a
-    seat's records and keys begin in the host pool, in words."""
+    """One store. cache: rows, maps and metadata. keys: pages of index keys, a row per seat.
+    row_base, key_base: int64 [seats], where a seat's records and keys begin in the host pool, in
+    words."""
 
     def __init__(self, arena: Arena, layout: StoreLayout, seats: int, max_tokens: int) -> None:
         entries = layout.store.entries(max_tokens)
