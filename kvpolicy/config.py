@@ -68,9 +68,12 @@ class EngineConfig(Settings):
     host_kv_mib: host memory for the history. staging_rows: transient rows shared by all requests
     (None: what max_concurrency requests can select at once). floor_rows: hot rows per request and
     layer that no controller can take. prefill_chunk: prompt rows computed in one step.
-    control_interval: steps between two decisions. clock: ``wall``, or ``steps``: latencies counted in
-    engine steps (one counts as 1 ms), the same in every run. bos: put the beginning-of-sequence token first.
-    validate: check_integrity() after every step (YAML and keyword name ``validate``).
+    control_interval: steps between two decisions. decision_deadline_ms: what one may take before the
+    fallback controller decides (0: no deadline; none either where steps are the clock). decision_log:
+    a file that every decision is appended to, as one JSON object a line. clock: ``wall``, or
+    ``steps``: latencies counted in engine steps (one counts as 1 ms), the same in every run. bos:
+    put the beginning-of-sequence token first. validate: check_integrity() after every step (YAML
+    and keyword name ``validate``).
     """
 
     model_config = ConfigDict(populate_by_name=True)
@@ -88,6 +91,8 @@ class EngineConfig(Settings):
     max_concurrency: int = Field(default=16, ge=1, le=4096)
     prefill_chunk: int = Field(default=64, ge=1, le=65536)
     control_interval: int = Field(default=8, ge=1)
+    decision_deadline_ms: float = Field(default=5.0, ge=0, le=1e6, allow_inf_nan=False)
+    decision_log: str | None = None
     clock: Literal["wall", "steps"] = "wall"
     dtype: Literal["float32"] = "float32"
     kv_dtype: Literal["float32", "bf16"] = "float32"

@@ -11,12 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvpolicy.control.observation import Observation, RequestView, StoreView
 from kvpolicy.control.plan import Plan
-
-Rows = NDArray[np.int64]
+from kvpolicy.control.pool import Pool, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ def project(plan: Plan, observation: Observation) -> ProjectedPlan:
     unknown = [i for i in plan.targets if i not in running]
     if unknown:
         reasons.append(f"unknown request {unknown[0]}")
-    pool = _Pool(observation)
+    pool = Pool(observation)
     wanted = np.array(
         [_wanted(plan, r, observation.floor_rows, reasons) for r in observation.requests],
         dtype=np.int64,
@@ -63,32 +61,6 @@ def project(plan: Plan, observation: Observation) -> ProjectedPlan:
         for r, row in zip(observation.requests, wanted.tolist(), strict=True)
     }
     return ProjectedPlan(budgets, bool(reasons), "; ".join(dict.fromkeys(reasons)))
-
-
-class _Pool:
-    """Frame arithmetic of all requests and stores at once: arrays [requests, stores]."""
-
-    def __init__(self, observation: Observation) -> None:
-        shape = (len(observation.requests), len(observation.stores))
-        self.per_frame = np.array([s.rows_per_frame for s in observation.stores], dtype=np.int64)
-        self.meta = np.array([s.meta_per_frame for s in observation.stores], dtype=np.int64)
-        most = [r.max_rows for r in observation.requests]
-        now = [r.rows_now or r.max_rows for r in observation.requests]
-        held = [r.budget for r in observation.requests]
-        self.most = np.array(most, dtype=np.int64).reshape(shape)
-        self.now = np.array(now, dtype=np.int64).reshape(shape)
-        self.held = np.array(held, dtype=np.int64).reshape(shape)
-
-    def frames(self, rows: Rows) -> Rows:
-        """:func:`frames_of`, for every request and store."""
-        full = rows >= self.most
-        kept = np.where(full, self.now, rows)
-        meta = np.where(full, 0, -(-kept // self.meta))
-        return -(-kept // self.per_frame) + meta
-
-    def cost(self, rows: Rows) -> int:
-        """Frames of all hot caches together."""
-        return int(self.frames(rows).sum())
 
 
 def _wanted(plan: Plan, request: RequestView, floor: int, reasons: list[str]) -> tuple[int, ...]:
@@ -136,7 +108,7 @@ def _number(value: object) -> float | None:
         return None
 
 
-def _room(plan: Plan, pool: _Pool, observation: Observation, reasons: list[str]) -> int:
+def _room(plan: Plan, pool: Pool, observation: Observation, reasons: list[str]) -> int:
     """Frames that hot rows of all requests may take together, the reserve left out."""
     room = pool.cost(pool.held) + observation.free_bytes // observation.frame_bytes
     reserve = _number(plan.reserve_rows)
@@ -152,17 +124,19 @@ def _room(plan: Plan, pool: _Pool, observation: Observation, reasons: list[str])
     return max(0, room - kept)
 
 
-def _shrink(wanted: Rows, pool: _Pool, floor: int, room: int) -> Rows:
+def _shrink(wanted: Rows, pool: Pool, floor: int, room: int) -> Rows:
     """Scale everything above the floor by one factor, the largest of 1/1024 steps that fits.
 
-    A cache that would take more frames than full residency (a short request: one frame of rows
-    against one of rows and one of metadata) becomes full, so the floor fits wherever it did before.
+    A cache becomes full where that takes fewer frames: for good (a short request: one frame of rows
+    against one of rows and one of metadata), or as full as it is now; so the floor fits wherever it
+    did before.
     """
-    full = pool.frames(pool.most)
+    now, most = pool.whole(pool.now), pool.whole(pool.most)
+    least = np.where(pool.held >= pool.most, now, np.maximum(now, most))
 
     def scaled(part: int) -> Rows:
         rows = floor + (wanted - floor) * part // 1024
-        return np.where(pool.frames(rows) > full, pool.most, rows)
+        return np.where(pool.frames(rows) > least, pool.most, rows)
 
     low, high = 0, 1023
     while low < high:

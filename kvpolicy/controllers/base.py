@@ -16,14 +16,16 @@ from kvpolicy.memory.rule import CacheRule
 class Controller(Protocol):
     """Decides how many hot rows each running request keeps.
 
-    Only ``decide`` is needed. Two more may be given: ``cache_rule``, how hot caches evict and
-    admit, and ``initial(stores)``, the rows a request must get before it may start (default: none,
-    a request starts with its required memory and gets optional rows at the next decision).
+    Only ``decide`` is needed. Three more may be given: ``cache_rule``, how hot caches evict and
+    admit; ``initial(stores)``, the rows a request must get before it may start (default: none,
+    a request starts with its required memory and gets optional rows at the next decision); and
+    ``wants_curves = True``, to find measured miss curves in the observation.
     """
 
     def decide(self, observation: Observation) -> Plan:
         """A proposal for the next control interval. Called every ``control_interval`` steps and
-        when a request came or went; must not block, keep references or change its argument."""
+        when a request came or went; must not block, keep references or change its argument.
+        Runs in a thread of its own, except without a deadline."""
         ...
 
 
@@ -58,3 +60,8 @@ def cache_rule(controller: Controller) -> CacheRule:
     if not isinstance(rule, CacheRule):
         raise UserError(f"controller {type(controller).__name__}: cache_rule must be a CacheRule")
     return rule
+
+
+def wants_curves(controller: Controller) -> bool:
+    """Whether miss curves are to be measured for a controller (default: no, nobody pays for them)."""
+    return getattr(controller, "wants_curves", False) is True

@@ -6,8 +6,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from kvpolicy.controllers.adaptive import Adaptive
 from kvpolicy.controllers.base import Controller
 from kvpolicy.controllers.hisparse import HiSparse
+from kvpolicy.controllers.hybrid import Hybrid
+from kvpolicy.controllers.random import Random
 from kvpolicy.controllers.resident import Resident
 from kvpolicy.controllers.static import Static
 from kvpolicy.errors import UserError, unknown_name
@@ -15,7 +18,14 @@ from kvpolicy.yaml_values import read_yaml
 
 Factory = Callable[..., Controller]
 
-_FACTORIES: dict[str, Factory] = {"resident": Resident, "hisparse": HiSparse, "static": Static}
+_FACTORIES: dict[str, Factory] = {
+    "resident": Resident,
+    "hisparse": HiSparse,
+    "static": Static,
+    "adaptive": Adaptive,
+    "hybrid": Hybrid,
+    "random": Random,
+}
 
 
 def names() -> list[str]:

@@ -63,7 +63,14 @@ class Engine:
         self.model = model or load_model(self.config.model, self.device, self.config.backend)
         self._layout = Layout(self.model.geometry, self.config.kv_dtype)
         self.control = ControlLoop(
-            self.config.controller, self.config.control_interval, self._layout, self.config.eviction
+            self.config.controller,
+            self.config.control_interval,
+            self._layout,
+            self.config.eviction,
+            deadline=0.0
+            if self.config.clock == "steps"
+            else self.config.decision_deadline_ms / 1e3,
+            decision_log=self.config.decision_log,
         )
         self.memory = self._make_memory()
         self.scheduler = Scheduler(self.config.max_concurrency, self.config.prefill_chunk)
@@ -379,6 +386,7 @@ class Engine:
         if not self._closed:
             for request in [*self.scheduler.running, *self.scheduler.waiting]:
                 self._cancel(request)
+            self.control.close()
             self._closed = True
 
     def __enter__(self) -> Engine:

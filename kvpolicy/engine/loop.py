@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from kvpolicy.control.decision import Decision, DecisionWriter
 from kvpolicy.control.observation import Observation, RequestView, StoreView
-from kvpolicy.control.plan import Plan
-from kvpolicy.control.projection import ProjectedPlan, project
 from kvpolicy.controllers.base import Controller, cache_rule, initial_rows
+from kvpolicy.controllers.decider import Decider
 from kvpolicy.controllers.registry import make
 from kvpolicy.engine.request import Request, State
 from kvpolicy.memory.counters import RetrievalCounters
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.layout import Layout
 from kvpolicy.memory.rule import CacheRule, Eviction
-
-log = logging.getLogger(__name__)
-
-# Decisions kept for inspection. One of 128 requests takes about 50 KB.
-LOG_LENGTH = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """One entry of the decision log. reason: why the plan was changed or replaced, or empty."""
-
-    step: int
-    observation: Observation
-    plan: Plan
-    projected: ProjectedPlan
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,33 +67,73 @@ def store_views(layout: Layout) -> tuple[StoreView, ...]:
 
 
 class ControlLoop:
-    """Owns the controller and its log.
+    """Observes, asks the :class:`Decider`, applies.
 
-    decisions, projections, fallbacks: how often a plan was asked for, altered to fit, and replaced
-    because the controller failed (then every request keeps its budget).
+    deadline: seconds a decision may take, 0 for none. decision_log: a file that every decision is
+    appended to, None for none.
     """
 
-    def __init__(self, spec: str, interval: int, layout: Layout, eviction: Eviction | None) -> None:
+    def __init__(
+        self,
+        spec: str,
+        interval: int,
+        layout: Layout,
+        eviction: Eviction | None,
+        deadline: float = 0.0,
+        decision_log: str | None = None,
+    ) -> None:
         self.interval = interval
         self.stores = store_views(layout)
-        self.log: deque[Decision] = deque(maxlen=LOG_LENGTH)
-        self.decisions = self.projections = self.fallbacks = 0
         self._eviction = eviction
         self._base = _Baseline()
         self._seen: dict[int, RetrievalCounters] = {}
         self._due = True
-        self.rule = CacheRule()
-        self._initial: tuple[float, ...] = ()
-        self.set_controller(spec)
+        controller, self._initial, self.rule = self._checked(spec)
+        writer = DecisionWriter(decision_log) if decision_log else None
+        self.decider = Decider(controller, deadline, writer=writer)
 
     def set_controller(self, spec: str | Controller) -> None:
         """Swap the controller; it decides at the next step. UserError leaves the old one in place."""
+        controller, self._initial, self.rule = self._checked(spec)
+        self.decider.set_controller(controller)
+        self._due = True
+
+    def _checked(self, spec: str | Controller) -> tuple[Controller, tuple[float, ...], CacheRule]:
+        """A controller, the rows it wants at admission, and its cache rule."""
         controller = make(spec) if isinstance(spec, str) else spec
         initial, rule = initial_rows(controller, self.stores), cache_rule(controller)
         if self._eviction is not None:
             rule = replace(rule, eviction=self._eviction)
-        self.controller, self._initial, self.rule = controller, initial, rule
-        self._due = True
+        return controller, initial, rule
+
+    @property
+    def controller(self) -> Controller:
+        """The controller that is asked."""
+        return self.decider.controller
+
+    @property
+    def log(self) -> deque[Decision]:
+        """The last decisions, oldest first."""
+        return self.decider.log
+
+    @property
+    def decisions(self) -> int:
+        """How often a plan was asked for."""
+        return self.decider.decisions
+
+    @property
+    def projections(self) -> int:
+        """How often a plan was altered to fit."""
+        return self.decider.projections
+
+    @property
+    def fallbacks(self) -> int:
+        """How often the fallback decided because the controller failed."""
+        return self.decider.fallbacks
+
+    def close(self) -> None:
+        """Let go of the controller's thread, without waiting for it."""
+        self.decider.close()
 
     @property
     def promised(self) -> tuple[float, ...]:
@@ -147,28 +170,7 @@ class ControlLoop:
         )
         observation = self._observe(now, memory, load)
         self._base, self._due = now, False
-        plan, projected, reason = self._ask(observation)
-        self.decisions += 1
-        self.projections += projected.changed
-        self.log.append(Decision(step, observation, plan, projected, reason or projected.reason))
-        memory.set_budgets(projected.budgets)
-
-    def _ask(self, observation: Observation) -> tuple[Plan, ProjectedPlan, str]:
-        """The controller's plan made feasible; what every request has now if it gives none."""
-        try:
-            plan: object = self.controller.decide(observation)
-            if not isinstance(plan, Plan):
-                raise TypeError(f"decide() returned {type(plan).__name__}, not a Plan")
-            projected = project(plan, observation)
-        except Exception as error:  # a foreign plug-in may raise anything
-            reason = f"{type(error).__name__}: {error}"
-            self.fallbacks += 1
-            log.warning("controller failed at step %d, budgets kept: %s", observation.step, reason)
-            kept = Plan.keep(observation)
-            return kept, project(kept, observation), reason
-        if projected.changed:
-            log.info("plan of step %d was altered: %s", observation.step, projected.reason)
-        return plan, projected, ""
+        memory.set_budgets(self.decider.decide(observation).projected.budgets)
 
     def _observe(self, now: _Baseline, memory: Hierarchy, load: LoadView) -> Observation:
         usage, waiting = memory.usage(), load.waiting

@@ -1,0 +1,217 @@
+"""Adaptive: the paper's heuristic. docs/adaptive.md has the reason for every constant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpolicy.control.filling import Path, equal_path, fill, marginal_path, rows_in
+from kvpolicy.control.observation import Observation, StoreView
+from kvpolicy.control.plan import FULL, Plan, Target
+from kvpolicy.control.pool import Pool, Rows
+from kvpolicy.controllers.parameters import one_of, row_count, share
+
+# Steps that memory kept free must cover: the default control interval.
+AHEAD = 8
+# Free memory is filled up to this many times what AHEAD steps take, and left alone until one is left.
+REFILL = 4
+# A request below this part of its fair share is brought up to it at once.
+BEHIND = 0.75
+# Promotion needs room for this many times everything: one more request where five run.
+HEADROOM = 1.25
+# Steps a promoted cache must be able to stay full; the whole pool may be promoted in as many.
+HORIZON = 512
+# Decode steps behind every store's curve before it is trusted (GLM-5.3: 64 x 2048 selections).
+CURVE_STEPS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What one decision works on. Frames, int64 [requests, stores] or whole numbers.
+
+    least: the protected floor. limit: all that a cache can use as it is (a full one: full).
+    held: as it is now. queue: what waiting requests get. low, high: marks of free memory.
+    """
+
+    pool: Pool
+    path: Path
+    full: NDArray[np.bool_]
+    cap: Rows
+    least: Rows
+    limit: Rows
+    held: Rows
+    free: int
+    queue: int
+    low: int
+    high: int
+
+
+class Adaptive:
+    """Spare memory holds history, per request and store; pressure takes it back in one decision.
+
+    split: ``marginal`` (by measured misses; equal until there are any) or ``equal`` (the paper's).
+    min_rows: rows of a request and store below which waiting requests rather wait; None means
+    1 x top-k. reserve: largest part of the pool kept free for growth.
+    """
+
+    def __init__(
+        self, split: str = "marginal", min_rows: int | None = None, reserve: float = 0.01
+    ) -> None:
+        self.split = one_of("split", split, ("marginal", "equal"))
+        self.min_rows = None if min_rows is None else row_count("min_rows", min_rows)
+        self.reserve = share("reserve", reserve)
+        self.wants_curves = split == "marginal"
+
+    def initial(self, stores: tuple[StoreView, ...]) -> Target:
+        """min_rows: so a waiting request's need is its whole need, and admission stops there."""
+        return self._minimum(stores)
+
+    def decide(self, observation: Observation) -> Plan:
+        if not observation.requests or not observation.stores:
+            return Plan()
+        state = self._state(observation)
+        frames = _share_out(state, observation)
+        if bool((new := _promoted(state, observation, frames)).any()):
+            state = _with_full(state, new)
+            frames = _share_out(state, observation)
+        rows = np.where(frames == state.held, state.pool.held, rows_in(state.pool, frames))
+        rows = np.where((frames >= state.limit) & (frames != state.held), state.cap, rows)
+        full = state.full & (frames >= state.limit)
+        targets = {
+            request.request_id: tuple(
+                FULL if whole else kept for whole, kept in zip(*pair, strict=True)
+            )
+            for request, *pair in zip(
+                observation.requests, full.tolist(), rows.tolist(), strict=True
+            )
+        }
+        return Plan(targets=targets)
+
+    def _minimum(self, stores: tuple[StoreView, ...]) -> tuple[int, ...]:
+        return tuple(s.topk if self.min_rows is None else self.min_rows for s in stores)
+
+    def _state(self, observation: Observation) -> _State:
+        pool = Pool(observation)
+        floor = observation.floor_rows
+        minimum = np.array(self._minimum(observation.stores), dtype=np.int64)
+        minimum = np.maximum(minimum, floor)
+        full = (pool.held >= pool.most) | (pool.most <= floor)
+        started = np.array([[r.context > 0] for r in observation.requests])
+        soon = pool.now + np.ceil(_speed(observation) * AHEAD).astype(np.int64)[:, None]
+        useful = np.where(started, np.maximum(soon, minimum), floor)
+        cap = np.where(full, pool.most, np.clip(useful, 0, np.maximum(pool.most - 1, 0)))
+        limit = np.where(full, pool.whole(pool.now), pool.mapped(cap))
+        floors = pool.mapped(np.full_like(cap, floor))
+        held = pool.frames(pool.held)
+        free = observation.free_bytes // observation.frame_bytes
+        low, high = self._marks(observation, pool, full)
+        lowest = np.where(full, np.minimum(pool.mapped(minimum), limit), pool.mapped(minimum))
+        return _State(
+            pool=pool,
+            path=self._path(observation, np.minimum(cap, soon), minimum),
+            full=full,
+            cap=cap,
+            least=np.minimum(floors, limit),
+            limit=limit,
+            held=held,
+            free=free,
+            queue=_queue(observation, int(held.sum()) + free - int(lowest.sum()) - high),
+            low=low,
+            high=high,
+        )
+
+    def _path(self, observation: Observation, cap: Rows, minimum: Rows) -> Path:
+        most = np.maximum(cap.max(axis=0), minimum).tolist()
+        curves = observation.curves
+        known = len(curves) == len(most) and all(
+            c.steps >= CURVE_STEPS and len(c.rows) > 1 for c in curves
+        )
+        if self.split == "marginal" and known:
+            return marginal_path(observation.floor_rows, minimum.tolist(), most, curves)
+        return equal_path(observation.floor_rows, [s.topk for s in observation.stores], most)
+
+    def _marks(
+        self, observation: Observation, pool: Pool, full: NDArray[np.bool_]
+    ) -> tuple[int, int]:
+        """Free frames below which memory is taken back, and up to which it is given out."""
+        speed = _speed(observation)
+        context = max(1, sum(r.context for r in observation.requests))
+        tokens = float(speed.sum())
+        per_step = observation.required_bytes / context * tokens / observation.frame_bytes
+        per_step += float((full * speed[:, None] / pool.per_frame).sum())
+        steps = min(max(observation.interval, AHEAD), HORIZON)
+        most = self.reserve * (observation.pool_bytes // observation.frame_bytes)
+        high = min(REFILL * per_step * steps, most)
+        return int(high / REFILL), int(high)
+
+
+def _speed(observation: Observation) -> NDArray[np.float64]:
+    """Tokens per step of each request: one where it decodes, so far where it reads its prompt."""
+    return np.array(
+        [1.0 if r.decoding else max(1.0, r.context / max(r.age, 1)) for r in observation.requests]
+    )
+
+
+def _queue(observation: Observation, spare: int) -> int:
+    """Frames for the waiting requests, from the first, that fit ``spare`` frames."""
+    total = 0
+    for size in observation.queue_bytes:
+        frames = -(-size // observation.frame_bytes)
+        if total + frames > spare:
+            break
+        total += frames
+    return total
+
+
+def _share_out(state: _State, observation: Observation) -> Rows:
+    """Frames per request and store: the fair share under pressure or where someone is far behind,
+    else what they hold, and what is free beyond the upper mark."""
+    held, limit = state.held, state.limit
+    room = int(held.sum()) + state.free - state.queue - state.high
+    fair = fill(state.pool, state.path, state.least, limit, max(room, 0))
+    free = state.free - state.queue
+    short = free < state.low or (observation.shortages > 0 and free < state.high)
+    behind = bool((held < BEHIND * fair).any())
+    if short or behind:
+        return fair
+    if free <= state.high:
+        return held
+    return fill(state.pool, state.path, np.minimum(held, limit), limit, room)
+
+
+def _promoted(state: _State, observation: Observation, frames: Rows) -> NDArray[np.bool_]:
+    """Which mapped caches become full now: room to stay so, cheapest first, so many bytes at once."""
+    pool, full = state.pool, state.full
+    if bool(full.all()):
+        return np.zeros_like(full)
+    ahead = np.ceil(_speed(observation) * HORIZON).astype(np.int64)[:, None]
+    later = pool.whole(np.minimum(pool.most, pool.now + ahead))
+    room = int((int(state.held.sum()) + state.free - state.queue) / HEADROOM)
+    stays = fill(pool, state.path, np.minimum(state.least, later), later, room) >= later
+    ready = ~full & (stays | (later <= frames))
+    cost = np.array([s.record_bytes for s in observation.stores], dtype=np.int64)
+    context = np.array([r.context for r in observation.requests], dtype=np.int64)
+    copied = np.minimum(pool.now, context[:, None]) * cost
+    order = np.argsort(np.where(ready, copied, np.iinfo(np.int64).max), axis=None, kind="stable")
+    order = order[: int(ready.sum())]
+    steps = min(max(observation.interval, 1), AHEAD)
+    allowed = np.cumsum(copied.ravel()[order]) <= observation.pool_bytes * steps / HORIZON
+    allowed[:1] = True  # one that is larger than that still has its turn
+    left = int(state.held.sum()) + state.free - state.queue - int(frames.sum())
+    extra = np.maximum(pool.whole(pool.now) - frames, 0).ravel()[order]
+    chosen = np.zeros(full.size, dtype=bool)
+    chosen[order[allowed & (np.cumsum(extra) <= left)]] = True
+    return chosen.reshape(full.shape)
+
+
+def _with_full(state: _State, new: NDArray[np.bool_]) -> _State:
+    """The state once these caches are full."""
+    full = state.full | new
+    cap = np.where(new, state.pool.most, state.cap)
+    limit = np.where(new, state.pool.whole(state.pool.now), state.limit)
+    held = np.where(new, limit, state.held)
+    free = state.free + int(state.held.sum()) - int(held.sum())
+    least = np.minimum(state.least, limit)
+    return replace(state, full=full, cap=cap, limit=limit, least=least, held=held, free=free)
