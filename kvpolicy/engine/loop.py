@@ -10,7 +10,8 @@ from kvpolicy.control.observation import Observation, RequestView, StoreView
 from kvpolicy.control.plan import Plan
 from kvpolicy.control.projection import ProjectedPlan, project
 from kvpolicy.controllers.base import Controller, cache_rule, initial_rows
-from kvpolicy.controllers.registry import make
+from kvpolicy.controllers.registry import ControllerLike, make
+from kvpolicy.engine.reload import RunTimeChanges
 from kvpolicy.engine.request import Request, State
 from kvpolicy.memory.counters import RetrievalCounters
 from kvpolicy.memory.hierarchy import Hierarchy
@@ -67,7 +68,9 @@ class ControlLoop:
     because the controller failed (then every request keeps its budget).
     """
 
-    def __init__(self, spec: str, interval: int, layout: Layout, eviction: Eviction | None) -> None:
+    def __init__(
+        self, spec: ControllerLike, interval: int, layout: Layout, eviction: Eviction | None
+    ) -> None:
         self.interval = interval
         self.stores = store_views(layout)
         self.log: deque[Decision] = deque(maxlen=LOG_LENGTH)
@@ -80,13 +83,22 @@ class ControlLoop:
         self._initial: tuple[float, ...] = ()
         self.set_controller(spec)
 
-    def set_controller(self, spec: str | Controller) -> None:
+    def set_controller(self, spec: ControllerLike) -> None:
         """Swap the controller; it decides at the next step. UserError leaves the old one in place."""
-        controller = make(spec) if isinstance(spec, str) else spec
+        self._use(make(spec), self._eviction)
+
+    def apply(self, changes: RunTimeChanges) -> None:
+        """Take over what a new config changes; all of it, or nothing and a UserError."""
+        swapped = "controller" in changes.names
+        self._use(make(changes.controller) if swapped else self.controller, changes.eviction)
+        self.interval = changes.control_interval
+
+    def _use(self, controller: Controller, eviction: Eviction | None) -> None:
         initial, rule = initial_rows(controller, self.stores), cache_rule(controller)
-        if self._eviction is not None:
-            rule = replace(rule, eviction=self._eviction)
+        if eviction is not None:
+            rule = replace(rule, eviction=eviction)
         self.controller, self._initial, self.rule = controller, initial, rule
+        self._eviction = eviction
         self._due = True
 
     def initial_rows(self, max_entries: tuple[int, ...]) -> tuple[int, ...]:
