@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RANK = {
     "errors": 0,
     "yaml_values": 1,
+    "plugins": 1,
+    "evictions": 2,
     "telemetry": 1,
     "geometry": 2,
     "memory": 3,

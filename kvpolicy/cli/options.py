@@ -101,11 +101,16 @@ class Options:
     ] = None
     controller: Annotated[
         list[str] | None,
-        _option("--controller", _WHAT, "NAME or NAME:key=value,... (kvpolicy list).", "SPEC"),
+        _option(
+            "--controller",
+            _WHAT,
+            "NAME or PATH.py:NAME, and :key=value,... (kvpolicy list; kvpolicy new controller).",
+            "SPEC",
+        ),
     ] = None
     eviction: Annotated[
         str | None,
-        _option("--eviction", _WHAT, "Eviction rule of the hot cache.", "clock|lru|fifo|random"),
+        _option("--eviction", _WHAT, "Eviction rule of the hot cache (kvpolicy list).", "NAME"),
     ] = None
     admission: Annotated[
         str | None, _option("--admission", _WHAT, "Which fetched rows may stay.", "all")

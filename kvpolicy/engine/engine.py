@@ -6,17 +6,19 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from kvpolicy.config import EngineConfig, SamplingParams
-from kvpolicy.controllers.base import Controller
+from kvpolicy.controllers import ControllerLike
 from kvpolicy.engine.clock import Clock
 from kvpolicy.engine.handle import RequestHandle
 from kvpolicy.engine.loop import ControlLoop, LoadView
 from kvpolicy.engine.metrics import Metrics, Sample
+from kvpolicy.engine.reload import RunTimeChanges, changes, read
 from kvpolicy.engine.request import Request, RequestOutput, State
 from kvpolicy.engine.residents import Residents
 from kvpolicy.engine.scheduler import Batch, Scheduler
@@ -310,11 +312,24 @@ class Engine:
 
     # --- control and reports ---------------------------------------------------------------------
 
-    def set_controller(self, spec: str | Controller) -> None:
-        """Swap the controller; it decides at the next step. spec: a name with parameters, or an
-        object with ``decide``. UserError leaves the old one in place."""
+    def set_controller(self, spec: ControllerLike) -> None:
+        """Swap the controller; it decides at the next step. spec: a name or a file with parameters,
+        an object with ``decide``, or a function of an observation. UserError leaves the old one in
+        place."""
         self.control.set_controller(spec)
         self.memory.set_rule(self.control.rule)
+        self.config = self.config.model_copy(update={"controller": spec})
+
+    def reload(self, config: EngineConfig | str | Path) -> RunTimeChanges:
+        """Take over controller, control_interval and eviction of a config, or of a YAML file (what it
+        does not name stays), while running. UserError, and nothing done, if another field differs."""
+        config = config if isinstance(config, EngineConfig) else read(config, self.config)
+        found = changes(self.config, config)
+        if found.names:
+            self.control.apply(found)
+            self.memory.set_rule(self.control.rule)
+            self.config = config
+        return found
 
     def check_integrity(self) -> None:
         """IntegrityError unless all bookkeeping agrees and every device row equals its host copy."""

@@ -10,7 +10,8 @@ from kvpolicy.control.decision import Decision, DecisionWriter
 from kvpolicy.control.observation import Observation, RequestView, StoreView
 from kvpolicy.controllers.base import Controller, cache_rule, initial_rows
 from kvpolicy.controllers.decider import Decider
-from kvpolicy.controllers.registry import make
+from kvpolicy.controllers.registry import ControllerLike, make
+from kvpolicy.engine.reload import RunTimeChanges
 from kvpolicy.engine.request import Request, State
 from kvpolicy.memory.counters import RetrievalCounters
 from kvpolicy.memory.hierarchy import Hierarchy
@@ -75,7 +76,7 @@ class ControlLoop:
 
     def __init__(
         self,
-        spec: str,
+        spec: ControllerLike,
         interval: int,
         layout: Layout,
         eviction: Eviction | None,
@@ -88,22 +89,35 @@ class ControlLoop:
         self._base = _Baseline()
         self._seen: dict[int, RetrievalCounters] = {}
         self._due = True
-        controller, self._initial, self.rule = self._checked(spec)
+        controller, self._initial, self.rule = self._checked(spec, eviction)
         writer = DecisionWriter(decision_log) if decision_log else None
         self.decider = Decider(controller, deadline, writer=writer)
 
-    def set_controller(self, spec: str | Controller) -> None:
+    def set_controller(self, spec: ControllerLike) -> None:
         """Swap the controller; it decides at the next step. UserError leaves the old one in place."""
-        controller, self._initial, self.rule = self._checked(spec)
+        controller, self._initial, self.rule = self._checked(spec, self._eviction)
         self.decider.set_controller(controller)
         self._due = True
 
-    def _checked(self, spec: str | Controller) -> tuple[Controller, tuple[float, ...], CacheRule]:
+    def apply(self, changes: RunTimeChanges) -> None:
+        """Take over what a new config changes; all of it, or nothing and a UserError."""
+        swapped = "controller" in changes.names
+        spec = changes.controller if swapped else self.controller
+        controller, self._initial, self.rule = self._checked(spec, changes.eviction)
+        if swapped:
+            self.decider.set_controller(controller)
+        self._eviction = changes.eviction
+        self.interval = changes.control_interval
+        self._due = True
+
+    def _checked(
+        self, spec: ControllerLike, eviction: Eviction | None
+    ) -> tuple[Controller, tuple[float, ...], CacheRule]:
         """A controller, the rows it wants at admission, and its cache rule."""
-        controller = make(spec) if isinstance(spec, str) else spec
+        controller = make(spec)
         initial, rule = initial_rows(controller, self.stores), cache_rule(controller)
-        if self._eviction is not None:
-            rule = replace(rule, eviction=self._eviction)
+        if eviction is not None:
+            rule = replace(rule, eviction=eviction)
         return controller, initial, rule
 
     @property
