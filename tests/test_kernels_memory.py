@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tables import CPU, Seat, Shape, arena_of, copy_tables, make_tables, random_call
+from cache_tables import CPU, Seat, Shape, arena_of, copy_tables, make_tables, random_call
 from torch import Tensor
 
 from kvpolicy.kernels.eviction import CLOCK_SPARE_STEPS, RULES, EvictionRule
