@@ -1,0 +1,389 @@
+"""The Triton kernels: against formulas in float64 and the plain-torch reference, bit for bit against
+themselves in other batches, and blind to memory that they have no business reading.
+
+One file for both forms: interpreted on the CPU, compiled on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvpolicy.kernels import indexer as reference
+from kvpolicy.kernels.indexer import KeyPages
+from kvpolicy.kernels.ops import Ops, ReferenceOps, make_ops
+from kvpolicy.kernels.tiling import Tiling
+
+# Sums of at most 130 products of unit size in IEEE float32: 2e-6 off at most as seen. TF32 dots are
+# 1e-3 off and more.
+CLOSE = {"rtol": 2e-5, "atol": 2e-5}
+
+
+@pytest.fixture(scope="module")
+def ops(device: torch.device) -> Ops:
+    return make_ops("triton")
+
+
+def randn(device: torch.device, *shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def close(ours: Tensor, exact: Tensor) -> None:
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours.double(), exact, **CLOSE)
+
+
+# --- products and norms ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(33, 17), (64, 80), (7, 1), (1, 5), (130, 65)])
+def test_linear_is_the_product(device: torch.device, ops: Ops, shape: tuple[int, int]) -> None:
+    """Any widths; rows with a stride, at an odd address; weights packed or not."""
+    n_in, n_out = shape
+    wide, weight = randn(device, 19, n_in + 6), randn(device, n_out, n_in, seed=1)
+    x = wide[:, 3 : 3 + n_in]
+    exact = x.double() @ weight.double().T
+    close(ops.linear(x, weight), exact)
+    packed = ops.pack(weight)
+    assert torch.equal(packed, weight)
+    close(ops.linear(x, packed), exact)
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 16), (3, 33, 21)])
+def test_head_linear_is_a_product_per_head(
+    device: torch.device, ops: Ops, shape: tuple[int, int, int]
+) -> None:
+    heads, n_in, n_out = shape
+    x = randn(device, 18, heads, n_in + 8)[..., :n_in]
+    weight = randn(device, heads, n_in, n_out, seed=1)
+    exact = torch.einsum("nhd,hdc->nhc", x.double(), weight.double())
+    close(ops.head_linear(x, weight), exact)
+
+
+@pytest.mark.parametrize("width", [16, 33, 80, 3000])
+def test_norms_are_torchs(device: torch.device, ops: Ops, width: int) -> None:
+    x = (randn(device, 5, width + 7) * 3 + 1)[:, 2 : 2 + width]
+    weight, bias = randn(device, width, seed=1), randn(device, width, seed=2)
+    exact = F.rms_norm(x.double(), (width,), weight.double(), 1e-3)
+    close(ops.rms_norm(x, weight, 1e-3), exact)
+    exact = F.layer_norm(x.double(), (width,), weight.double(), bias.double(), 1e-3)
+    close(ops.layer_norm(x, weight, bias, 1e-3), exact)
+
+
+def test_norms_use_eps(device: torch.device, ops: Ops) -> None:
+    """An all-zero row has no scale of its own."""
+    zero, one = torch.zeros(1, 8, device=device), torch.ones(8, device=device)
+    assert torch.equal(ops.rms_norm(zero, one, 1e-5), zero)
+    assert torch.equal(ops.layer_norm(zero, one, one, 1e-5), one[None])
+
+
+# --- paged cases ----------------------------------------------------------------------------------
+
+
+def paged_keys(device: torch.device, counts: list[int], dim: int, dtype: torch.dtype) -> KeyPages:
+    """Keys of several segments in scattered frames of 7 keys; NaN wherever no key lies."""
+    per = 7
+    frames = [-(-count // per) for count in counts]
+    order = torch.randperm(sum(frames) + 3, generator=torch.Generator().manual_seed(5))
+    arena = torch.full((sum(frames) + 3, per * dim + 5), math.nan, dtype=dtype)
+    view = arena[:, : per * dim].view(-1, per, dim)
+    table = torch.full((len(counts), max(frames) + 1), -1)
+    taken = 0
+    for segment, (count, own) in enumerate(zip(counts, frames, strict=True)):
+        table[segment, :own] = order[taken : taken + own]
+        taken += own
+        keys = torch.randn(count, dim, generator=torch.Generator().manual_seed(segment))
+        for entry in range(count):
+            view[table[segment, entry // per], entry % per] = keys[entry].to(dtype)
+    arena = arena.to(device)
+    return KeyPages(arena[:, : per * dim].view(-1, per, dim), table.to(device))
+
+
+class IndexCase:
+    """Rows of three segments of 200, 9 and 131 keys; some rows see less than their segment has."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        self.heads, self.dim, self.most = 3, 20, 200
+        self.pages = paged_keys(device, [200, 9, 131], self.dim, dtype)
+        self.segment = torch.tensor([0, 0, 0, 1, 2, 2], device=device)
+        self.visible = torch.tensor([130, 199, 200, 9, 128, 131], device=device)
+        self.q = randn(device, 6, self.heads, self.dim)
+        self.weights = randn(device, 6, self.heads, seed=1)
+
+    def scores(self, ops: Ops, own: slice = slice(None), most: int = 200) -> Tensor:
+        rows = (self.q[own], self.weights[own], self.pages, self.segment[own], self.visible[own])
+        return ops.index_scores(*rows, most, 0.3)
+
+    def top_k(self, ops: Ops, k: int, own: slice = slice(None), most: int = 200) -> Tensor:
+        rows = (self.q[own], self.weights[own], self.pages, self.segment[own], self.visible[own])
+        return ops.index_top_k(*rows, most, k, 0.3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_index_scores_are_the_formula(device: torch.device, ops: Ops, dtype: torch.dtype) -> None:
+    """sum over heads of weight * relu(q . key * scale), from keys in scattered frames amid NaN."""
+    case = IndexCase(device, dtype)
+    scores = case.scores(ops)
+    for row, (segment, seen) in enumerate(
+        zip(case.segment.tolist(), case.visible.tolist(), strict=True)
+    ):
+        keys = case.pages.keys(segment, seen).double()
+        dots = (case.q[row].double() @ keys.T * 0.3).clamp_min(0)
+        close(scores[row, :seen], (dots * case.weights[row].double()[:, None]).sum(0))
+
+
+def test_a_score_depends_on_its_row_and_key_only(device: torch.device, ops: Ops) -> None:
+    case = IndexCase(device)
+    whole = case.scores(ops)
+    for start, stop in ((0, 1), (2, 3), (1, 5), (4, 6)):
+        part = case.scores(ops, slice(start, stop), most=257)
+        for row in range(start, stop):
+            seen = int(case.visible[row])
+            assert torch.equal(part[row - start, :seen], whole[row, :seen])
+    fewer = IndexCase(device)
+    fewer.visible = fewer.visible.clamp_max(100)
+    assert torch.equal(fewer.scores(ops)[:3, :100], whole[:3, :100])
+
+
+@pytest.mark.parametrize("k", [1, 16, 50, 250])
+def test_index_top_k_is_the_top_k_of_its_scores(device: torch.device, ops: Ops, k: int) -> None:
+    case = IndexCase(device)
+    wanted = reference.top_k(case.scores(ops).nan_to_num(0.0), case.visible, k)
+    assert torch.equal(case.top_k(ops, k), wanted)
+    for start, stop in ((2, 3), (1, 5)):
+        own = slice(start, stop)
+        assert torch.equal(case.top_k(ops, k, own, most=300), wanted[own])
+
+
+def test_index_top_k_in_chunks_of_rows(device: torch.device, ops: Ops) -> None:
+    """Scratch for two rows at a time gives what one chunk gives."""
+    from kvpolicy.kernels.triton.indexer import index_top_k
+
+    case = IndexCase(device)
+    rows = (case.q, case.weights, case.pages, case.segment, case.visible, case.most)
+    small = index_top_k(*rows, 20, 0.3, scratch_bytes=2 * 4 * case.most)
+    assert torch.equal(small, case.top_k(ops, 20))
+
+
+def test_both_backends_choose_the_same_where_scores_are_far_apart(
+    device: torch.device, ops: Ops
+) -> None:
+    """Keys 0, 1, 2, ... times one direction: no two scores are near."""
+    case = IndexCase(device)
+    direction = torch.arange(1.0, 8.0, device=device)[:, None].expand(7, case.dim) / 7
+    case.pages.view[:] = torch.arange(len(case.pages.view), device=device)[:, None, None] + 0.0
+    case.pages.view[:] += direction
+    case.q[:], case.weights[:] = 1.0, 1.0
+    plain = case.top_k(ReferenceOps(Tiling()), 16)
+    assert torch.equal(case.top_k(ops, 16), plain)
+
+
+# --- top-k ----------------------------------------------------------------------------------------
+
+
+def test_top_k_finds_what_sorting_finds(device: torch.device) -> None:
+    """Ties, signed zeros, infinities, numbers too small to be normal, few visible entries."""
+    from kvpolicy.kernels.triton.top_k import top_k
+
+    few = torch.tensor([0.0, -0.0, 1.5, -1.5, 3e38, -3e38, 1e-45, -1e-45, math.inf, -math.inf])
+    g = torch.Generator().manual_seed(0)
+    scores = few[torch.randint(len(few), (6, 70), generator=g)].to(device)
+    scores[3] = 0.0
+    scores[4] = randn(device, 70)
+    visible = torch.tensor([70, 69, 30, 70, 64, 5], device=device)
+    for k in (1, 5, 29, 70, 90):
+        wanted = reference.top_k(scores, visible, k)
+        poisoned = scores.masked_fill(torch.arange(70, device=device) >= visible[:, None], math.inf)
+        assert torch.equal(top_k(poisoned, visible, k), wanted)
+
+
+def test_top_k_at_length(device: torch.device) -> None:
+    """Thousands of entries, so several blocks, with many ties across them."""
+    from kvpolicy.kernels.triton.top_k import BLOCK, top_k
+
+    count = 2 * BLOCK + 77
+    g = torch.Generator().manual_seed(0)
+    scores = torch.randint(-3, 4, (3, count), generator=g).float().to(device)
+    scores[2] = randn(device, count)
+    visible = torch.tensor([count, BLOCK + 1, count - 5], device=device)
+    for k in (128, BLOCK):
+        assert torch.equal(top_k(scores, visible, k), reference.top_k(scores, visible, k))
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+class AttentionCase:
+    """Queries over rows scattered in the middle layer of an arena of three; NaN everywhere else.
+
+    Padding points into the NaN, and stands between valid rows as well as after them.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        n: int = 5,
+        shape: tuple[int, int, int, int] = (3, 33, 21, 40),
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        heads, width, self.value, k = shape
+        self.scale = width**-0.5
+        g = torch.Generator().manual_seed(3)
+        arena = torch.full((30, 11 * 3 * width + 5), math.nan, dtype=dtype, device=device)
+        self.view = arena[:, : 11 * 3 * width].view(30, 11, 3, width)[:, :, 1]
+        places = torch.stack([torch.randperm(320, generator=g)[:k] for _ in range(n)]).to(device)
+        self.valid = torch.rand(n, k, generator=g).to(device) < 0.8
+        self.locations = torch.where(self.valid, places, 320 + places % 10)
+        used = places[self.valid].unique()
+        rows = torch.randn(320, width, generator=g).to(device, dtype)
+        self.view[used // 11, used % 11] = rows[used]
+        self.query = torch.randn(n, heads, width, generator=g).to(device)
+
+    def run(self, ops: Ops, own: slice = slice(None)) -> Tensor:
+        rows = (self.query[own], self.view, self.locations[own], self.valid[own])
+        return ops.sparse_mla(*rows, self.value, self.scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [(3, 33, 21, 40), (2, 24, 16, 16), (17, 80, 64, 70), (1, 9, 9, 3)]
+)
+def test_sparse_mla_is_dense_softmax(
+    device: torch.device, ops: Ops, shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
+    case = AttentionCase(device, n=3, shape=shape, dtype=dtype)
+    rows = case.view[case.locations // 11, case.locations % 11].double()
+    rows = rows.masked_fill(~case.valid[..., None], 0.0)
+    scores = torch.einsum("nhw,nkw->nhk", case.query.double(), rows) * case.scale
+    weight = scores.masked_fill(~case.valid[:, None], -math.inf).softmax(-1)
+    close(case.run(ops), torch.einsum("nhk,nkv->nhv", weight, rows[..., : case.value]))
+
+
+def test_padding_contributes_exactly_nothing(device: torch.device, ops: Ops) -> None:
+    """NaN or numbers in rows that are not valid: the same bits. Nothing valid: zeros."""
+    case = AttentionCase(device)
+    first = case.run(ops)
+    assert bool(first.isfinite().all())
+    case.view.copy_(case.view.nan_to_num(7.0))
+    assert torch.equal(case.run(ops), first)
+    case.valid[1] = False
+    assert torch.equal(case.run(ops)[1], torch.zeros_like(first[1]))
+
+
+# --- every operation ------------------------------------------------------------------------------
+
+
+def row_functions(device: torch.device, ops: Ops) -> dict[str, Callable[[slice], Tensor]]:
+    """Each operation as a function of which of 37 rows it is given."""
+    x, weight = randn(device, 37, 45), randn(device, 70, 45, seed=1)
+    wide, heads = randn(device, 37, 2, 45, seed=2), randn(device, 2, 45, 19, seed=3)
+    attention = AttentionCase(device, n=37, shape=(2, 24, 16, 16))
+    return {
+        "linear": lambda own: ops.linear(x[own], weight),
+        "head_linear": lambda own: ops.head_linear(wide[own], heads),
+        "rms_norm": lambda own: ops.rms_norm(x[own], weight[0], 1e-5),
+        "layer_norm": lambda own: ops.layer_norm(x[own], weight[0], weight[1], 1e-5),
+        "sparse_mla": lambda own: attention.run(ops, own),
+    }
+
+
+NAMES = ["linear", "head_linear", "rms_norm", "layer_norm", "sparse_mla"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_has_the_same_bits_in_any_batch(device: torch.device, ops: Ops, name: str) -> None:
+    """Alone, at another place, among more or fewer rows, at an address of other alignment."""
+    function = row_functions(device, ops)[name]
+    whole = function(slice(None))
+    for start, stop in ((0, 1), (20, 21), (3, 8), (1, 17), (15, 32), (5, 37)):
+        assert torch.equal(function(slice(start, stop)), whole[start:stop])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_rows_give_no_rows(device: torch.device, ops: Ops, name: str) -> None:
+    function = row_functions(device, ops)[name]
+    none = function(slice(0, 0))
+    assert none.shape == (0, *function(slice(0, 1)).shape[1:])
+
+
+def test_no_rows_choose_nothing(device: torch.device, ops: Ops) -> None:
+    case = IndexCase(device)
+    assert case.scores(ops, slice(0, 0)).shape == (0, 200)
+    assert case.top_k(ops, 16, slice(0, 0)).shape == (0, 16)
+
+
+# --- sizes of a real step, on a GPU only ----------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "requests"), [(16, 16), (1024, 1)])
+def test_a_step_at_32k_entries(rows: int, requests: int) -> None:
+    """Selection and attention of 16 decoding requests, and of a prompt chunk of 1,024 rows."""
+    cuda, ops, entries, k = torch.device("cuda"), make_ops("triton"), 32768, 128
+    view = randn(cuda, requests * entries // 512, 512, 32)
+    frames = torch.randperm(len(view), generator=torch.Generator().manual_seed(1)).to(cuda)
+    pages = KeyPages(view, frames.view(requests, -1))
+    segment = torch.arange(requests, device=cuda).repeat_interleave(rows // requests)
+    visible = torch.full((rows,), entries, device=cuda) - torch.arange(rows, device=cuda).flip(0)
+    q, weights = randn(cuda, rows, 8, 32), randn(cuda, rows, 8, seed=1)
+    scores = ops.index_scores(q, weights, pages, segment, visible, entries, 32**-0.5)
+    chosen = ops.index_top_k(q, weights, pages, segment, visible, entries, k, 32**-0.5)
+    assert torch.equal(chosen, reference.top_k(scores, visible, k))
+    last = slice(rows - 1, rows)
+    one = (q[last], weights[last], pages, segment[last], visible[last], entries, k, 32**-0.5)
+    assert torch.equal(ops.index_top_k(*one), chosen[last])
+    kv, valid = randn(cuda, 400, 100, 80), torch.ones(rows, k, dtype=torch.bool, device=cuda)
+    query = randn(cuda, rows, 8, 80)
+    ours = ops.sparse_mla(query, kv, chosen, valid, 64, 80**-0.5)
+    plain = ReferenceOps(Tiling(128, 512)).sparse_mla(query, kv, chosen, valid, 64, 80**-0.5)
+    close(ours, plain.double())
+    assert torch.equal(
+        ops.sparse_mla(query[last], kv, chosen[last], valid[last], 64, 80**-0.5), ours[last]
+    )
+
+
+@pytest.mark.gpu
+def test_an_arena_of_more_than_two_to_the_31_values() -> None:
+    """Offsets into it are 64-bit: rows and keys at its far end are found."""
+    cuda, ops, frames = torch.device("cuda"), make_ops("triton"), 70_000
+    arena = torch.zeros(frames, 32768, dtype=torch.bfloat16, device=cuda)
+    assert arena.numel() > 2**31
+    rows, keys = arena[:, :32000].view(frames, 400, 80), arena.view(frames, 1024, 32)
+    far = torch.arange(frames - 16, frames, device=cuda)
+    rows[far] = randn(cuda, 16, 400, 80).bfloat16()
+    locations, valid = (far * 400 + 399)[None], torch.ones(1, 16, dtype=torch.bool, device=cuda)
+    query = randn(cuda, 1, 8, 80)
+    near = rows[far].clone()
+    at = (torch.arange(16, device=cuda) * 400 + 399)[None]
+    ours = ops.sparse_mla(query, rows, locations, valid, 64, 0.1)
+    assert torch.equal(ours, ops.sparse_mla(query, near, at, valid, 64, 0.1))
+    assert bool((ours != 0).any())
+    q, weights, own = randn(cuda, 1, 8, 32), randn(cuda, 1, 8, seed=1), far[:1] * 0
+    seen = own + 16 * 1024
+    scored = (q, weights, KeyPages(keys, far[None]), own, seen, 16 * 1024, 1.0)
+    moved = KeyPages(keys[far].clone(), torch.arange(16, device=cuda)[None])
+    assert torch.equal(ops.index_scores(*scored), ops.index_scores(q, weights, moved, *scored[3:]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_at_true_widths(dtype: torch.dtype) -> None:
+    """64 heads over 2,048 rows of 576 values, of which 512 are the value."""
+    cuda, ops = torch.device("cuda"), make_ops("triton")
+    g = torch.Generator().manual_seed(0)
+    view = torch.randn(64, 64, 576, generator=g).to(cuda, dtype)
+    locations = torch.stack([torch.randperm(4096, generator=g)[:2048] for _ in range(3)]).to(cuda)
+    valid, query = torch.ones_like(locations, dtype=torch.bool), randn(cuda, 3, 64, 576)
+    valid[1, 1500:] = False
+    ours = ops.sparse_mla(query, view, locations, valid, 512, 576**-0.5)
+    rows = view.flatten(0, 1)[locations].double()
+    scores = torch.einsum("nhw,nkw->nhk", query.double(), rows) * 576**-0.5
+    weight = scores.masked_fill(~valid[:, None], -math.inf).softmax(-1)
+    close(ours, torch.einsum("nhk,nkv->nhv", weight, rows[..., :512]))
+    alone = ops.sparse_mla(query[2:], view, locations[2:], valid[2:], 512, 576**-0.5)
+    assert torch.equal(alone, ours[2:])
