@@ -32,12 +32,15 @@ def words_of(view: Tensor) -> Tensor:
     if size % WORD or not size:
         raise ValueError(f"a record of {size} bytes: must be a positive multiple of {WORD}")
     try:
-        return view.view(frames, per, items).view(torch.int32)
-    except RuntimeError as error:
+        words = view.view(frames, per, items).view(torch.int32)
+    except RuntimeError:
+        words = None  # not contiguous, or off the grid of words
+    if words is None or (words.shape[2] > 1 and words.stride(2) != 1):
         raise ValueError(
-            f"records of strides {view.stride()} and offset {view.storage_offset()}: must be "
-            f"contiguous, and lie at multiples of {WORD} bytes"
-        ) from error
+            f"records of strides {view.stride()} at offset {view.storage_offset()}: must be "
+            f"contiguous and lie at multiples of {WORD} bytes"
+        )
+    return words
 
 
 def alignment(words: int) -> int:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from cache_tables import CPU, Seat, arena_of, contents, copy_tables, make_tables, random_call
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import CPU, Seat, arena_of, contents, copy_tables, make_tables, random_call
 from torch import Tensor
 
 from kvpolicy.kernels.eviction import (

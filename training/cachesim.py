@@ -139,7 +139,7 @@ def simulate_clock(trace: Trace, first: int, capacity: int, counted: int) -> int
             missing = len(rows) - len(room)
             victims, hand = clock_victims(used, candidate, missing, step, hand)
             slot_of[slot_row[victims]] = -1
-            room = np.concatenate([room, victims])
+            room = np.concatenate([room, np.sort(victims)])
         placed = rows[: len(room)]
         slot_row[room], slot_of[placed], used[room] = placed, room, step
 

@@ -6,7 +6,6 @@ rate of the link. Hence while loops, which Triton does not pipeline.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -21,7 +20,7 @@ HOST_PROGRAMS = 32
 ARENA_PROGRAMS = 264
 WARPS = 4
 # Words of one tile (32 registers a thread), of one piece of a record, and most records of a tile.
-TILE_WORDS, PIECE_WORDS, MOST_ROWS = 4096, 2048, 32
+TILE_WORDS, PIECE_WORDS, MOST_ROWS = 4096, 2048, 16
 
 
 @triton.jit
@@ -63,8 +62,8 @@ def _copy(
         come = tl.load(source_at + item, mask=listed, other=-1)
         go = tl.load(target_at + item, mask=listed, other=-1)
         moves = (come >= 0) & (go >= 0)
-        come = _word(tl.where(moves, come, 0), SOURCE_PER, SOURCE_FRAME, SOURCE_RECORD)
-        go = _word(tl.where(moves, go, 0), TARGET_PER, TARGET_FRAME, TARGET_RECORD)
+        come = _word(come, SOURCE_PER, SOURCE_FRAME, SOURCE_RECORD)
+        go = _word(go, TARGET_PER, TARGET_FRAME, TARGET_RECORD)
         for piece in tl.static_range(PIECES):
             word = piece * PIECE + column
             mask = moves[:, None] & (word < WORDS)[None, :]
@@ -73,51 +72,46 @@ def _copy(
         start += tl.num_programs(0) * ROWS
 
 
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """One side of a copy: its int32 words, the list of records, and how to turn one into a word."""
-
-    words: Tensor
-    at: Tensor
-    per: int
-    frame: int
-    record: int
+# How the records of one side lie: per, frame, record as in _word.
+Side = tuple[int, int, int]
 
 
-def _arena(words: Tensor, at: Tensor) -> _Side:
-    return _Side(words, at, words.shape[1], words.stride(0), words.stride(1))
+def arena_side(words: Tensor) -> Side:
+    """Records of an arena view, as words [F, per, width]."""
+    return words.shape[1], words.stride(0), words.stride(1)
 
 
-def _host(host: Tensor, at: Tensor, width: int) -> _Side:
-    check_host(host)
-    return _Side(host, at, 0, 0, alignment(width))
+def host_side(width: int) -> Side:
+    """Records of ``width`` words in the host pool."""
+    return 0, 0, alignment(width)
 
 
-def _launch(source: _Side, target: _Side, width: int, programs: int) -> None:
-    count = source.at.numel()
-    if not count:
-        return
+def plan(source: Side, target: Side, width: int) -> dict[str, int]:
+    """Constants of a copy of records of ``width`` words."""
     piece = min(triton.next_power_of_2(width), PIECE_WORDS)
+    names = ("PER", "FRAME", "RECORD")
+    constants = {f"SOURCE_{name}": value for name, value in zip(names, source, strict=True)}
+    constants |= {f"TARGET_{name}": value for name, value in zip(names, target, strict=True)}
     rows = min(TILE_WORDS // piece, MOST_ROWS)
-    kernel: Any = _copy
-    kernel[(min(programs, triton.cdiv(count, rows)),)](
-        source.words,
-        source.at.contiguous(),
-        target.words,
-        target.at.contiguous(),
-        count,
-        SOURCE_PER=source.per,
-        SOURCE_FRAME=source.frame,
-        SOURCE_RECORD=source.record,
-        TARGET_PER=target.per,
-        TARGET_FRAME=target.frame,
-        TARGET_RECORD=target.record,
-        WORDS=width,
-        ROWS=rows,
-        PIECE=piece,
-        PIECES=triton.cdiv(width, piece),
-        num_warps=WARPS,
-    )
+    return constants | {
+        "WORDS": width,
+        "ROWS": rows,
+        "PIECE": piece,
+        "PIECES": triton.cdiv(width, piece),
+    }
+
+
+def _launch(
+    source: Tensor, come: Tensor, target: Tensor, go: Tensor, constants: dict[str, int], most: int
+) -> None:
+    """Copy the listed records with at most ``most`` programs."""
+    count = come.numel()
+    if count:
+        kernel: Any = _copy
+        programs = min(most, triton.cdiv(count, constants["ROWS"]))
+        kernel[(programs,)](
+            source, come.contiguous(), target, go.contiguous(), count, **constants, num_warps=WARPS
+        )
 
 
 def host_to_arena(host: Tensor, source: Tensor, view: Tensor, destination: Tensor) -> None:
@@ -125,19 +119,25 @@ def host_to_arena(host: Tensor, source: Tensor, view: Tensor, destination: Tenso
 
     Positions are not read back to be checked: one off the alignment gives the words before it.
     """
+    check_host(host)
     words = words_of(view)
     width = words.shape[2]
-    _launch(_host(host, source, width), _arena(words, destination), width, HOST_PROGRAMS)
+    constants = plan(host_side(width), arena_side(words), width)
+    _launch(host, source, words, destination, constants, HOST_PROGRAMS)
 
 
 def arena_to_host(view: Tensor, source: Tensor, host: Tensor, destination: Tensor) -> None:
     """See :func:`kvpolicy.kernels.copy.arena_to_host`; as :func:`host_to_arena`."""
+    check_host(host)
     words = words_of(view)
     width = words.shape[2]
-    _launch(_arena(words, source), _host(host, destination, width), width, HOST_PROGRAMS)
+    constants = plan(arena_side(words), host_side(width), width)
+    _launch(words, source, host, destination, constants, HOST_PROGRAMS)
 
 
 def arena_to_arena(view: Tensor, source: Tensor, destination: Tensor) -> None:
     """See :func:`kvpolicy.kernels.copy.arena_to_arena`."""
     words = words_of(view)
-    _launch(_arena(words, source), _arena(words, destination), words.shape[2], ARENA_PROGRAMS)
+    side = arena_side(words)
+    constants = plan(side, side, words.shape[2])
+    _launch(words, source, words, destination, constants, ARENA_PROGRAMS)

@@ -11,7 +11,7 @@ from ..eviction import CLOCK_SPARE_STEPS as _CLOCK_SPARE_STEPS
 from ..eviction import DRAW_CALL as _DRAW_CALL
 from ..eviction import DRAW_SLOT as _DRAW_SLOT
 from ..eviction import DRAW_STEP as _DRAW_STEP
-from ..eviction import EvictionRule
+from ..eviction import EvictionRule, Key
 from ..eviction import clock_key as _clock_key
 from ..eviction import random_key as _random_key
 from ..eviction import stamp_key as _stamp_key
@@ -46,7 +46,11 @@ def random_key(slot, stamp, capacity, step, hand, draws):
     return (mixed ^ (mixed >> 15)) * DRAW_CALL & 0x7FFFFFFF
 
 
-DEVICE_KEYS = {_stamp_key: stamp_key, _clock_key: clock_key, _random_key: random_key}
+DEVICE_KEYS: dict[Key, Any] = {
+    _stamp_key: stamp_key,
+    _clock_key: clock_key,
+    _random_key: random_key,
+}
 
 
 def device_key(rule: EvictionRule) -> Any:

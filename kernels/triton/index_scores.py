@@ -25,27 +25,27 @@ ENTRIES, CHANNELS, WARPS = 128, 16, 8
 
 @triton.jit(do_not_specialize=["n", "frames_row", "scores_row", "above", "per"])
 def _score_kernel(
-    q,
-    weights,
-    view,
-    frames,
-    row_segment,
-    visible,
-    scores,
-    n,
-    frames_row,
-    scores_row,
-    above,
-    frame_stride,
-    key_stride,
-    scale,
-    per,
+    q: tl.tensor,
+    weights: tl.tensor,
+    view: tl.tensor,
+    frames: tl.tensor,
+    row_segment: tl.tensor,
+    visible: tl.tensor,
+    scores: tl.tensor,
+    n: tl.tensor,
+    frames_row: tl.tensor,
+    scores_row: tl.tensor,
+    above: tl.tensor,
+    frame_stride: tl.tensor,
+    key_stride: tl.tensor,
+    scale: tl.tensor,
+    per: tl.tensor,
     heads: tl.constexpr,
     width: tl.constexpr,
     ENTRIES: tl.constexpr,
     HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
-):
+) -> None:
     row = (tl.program_id(0) % n).to(tl.int64)
     first = (tl.program_id(0) // n) * ENTRIES
     seen = tl.load(visible + row)
@@ -97,17 +97,17 @@ def index_scores(
     scores = torch.empty(n, most, dtype=torch.float32, device=q.device)
     if scores.numel() == 0:
         return scores
-    view = pages.view
+    view, frames = pages.view, aligned(pages.frames)
     _score_kernel[(n * blocks(most, ENTRIES),)](
         aligned(q.contiguous()),
         aligned(weights.contiguous()),
         view,
-        aligned(pages.frames),
-        aligned(row_segment),
-        aligned(visible),
+        frames,
+        aligned(row_segment.contiguous()),
+        aligned(visible.contiguous()),
         scores,
         n,
-        pages.frames.stride(0),
+        frames.stride(0),
         most,
         above,
         view.stride(0),

@@ -14,7 +14,8 @@ ALIGNMENT = 16
 
 
 def aligned(x: Tensor) -> Tensor:
-    """``x``, copied if its first element is not 16-byte aligned (a slice along rows of odd width)."""
+    """``x``, copied if its first element is not 16-byte aligned (a slice along rows of odd width).
+    The copy may have other strides."""
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 

@@ -25,22 +25,22 @@ ROWS, COLUMNS, INNER, WARPS = 16, 64, 32, 4
 
 @triton.jit(do_not_specialize=["n"])
 def _linear_kernel(
-    x,
-    weight,
-    out,
-    n,
-    x_row,
-    x_head,
-    weight_head,
-    weight_column,
-    weight_inner,
+    x: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    n: tl.tensor,
+    x_row: tl.tensor,
+    x_head: tl.tensor,
+    weight_head: tl.tensor,
+    weight_column: tl.tensor,
+    weight_inner: tl.tensor,
     heads: tl.constexpr,
     n_in: tl.constexpr,
     n_out: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
-):
+) -> None:
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     head = tl.program_id(2).to(tl.int64)
@@ -65,12 +65,12 @@ def _product(x: Tensor, weight: Tensor, heads: int, n_in: int, n_out: int) -> Te
     out = torch.empty(n, heads, n_out, dtype=torch.float32, device=x.device)
     if out.numel() == 0:
         return out
-    if x.stride(2) != 1:
-        x = x.contiguous()
+    # Before the strides are read: the copy of a slice has its own.
+    x, weight = aligned(x if x.stride(2) == 1 else x.contiguous()), aligned(weight)
     grid = (blocks(n, ROWS), blocks(n_out, COLUMNS), heads)
     _linear_kernel[grid](
-        aligned(x),
-        aligned(weight),
+        x,
+        weight,
         out,
         n,
         x.stride(0),

@@ -20,18 +20,18 @@ BLOCK = 2048
 # threads, and with it the order of its sum.
 @triton.jit(do_not_specialize=["x", "weight", "bias", "out", "n", "x_row", "eps"])
 def _norm_kernel(
-    x,
-    weight,
-    bias,
-    out,
-    n,
-    x_row,
-    eps,
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    n: tl.tensor,
+    x_row: tl.tensor,
+    eps: tl.tensor,
     centre: tl.constexpr,
     width: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-):
+) -> None:
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     mask = (row[:, None] < n) & (column[None, :] < width)

@@ -38,11 +38,12 @@ def _identity(
 
 @triton.jit
 def _look_up(
-    wanted, location, missed, maps, meta, row_frames, map_frames, meta_frames, width, stamp, touches,
-    PER_ROW: tl.constexpr, PER_MAP: tl.constexpr, MAP_FRAME: tl.constexpr,
+    wanted, location, missed, maps, meta, row_frames, map_frames, meta_frames, width, stamp,
+    capacity, TOUCH: tl.constexpr, PER_ROW: tl.constexpr, PER_MAP: tl.constexpr, MAP_FRAME: tl.constexpr,
     PER_META: tl.constexpr, META_FRAME: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Locations of the hits, who missed; stamps the hits if ``touches``. Returns the misses."""
+    """Locations of the hits, and who missed; stamps the hits (TOUCH, and ``capacity`` is not 0).
+    Returns the number of misses."""
     count = 0
     start = 0
     while start < width:
@@ -55,9 +56,10 @@ def _look_up(
         where = location_of(row_frames, slot, hit, PER_ROW)
         tl.store(location + column, tl.where(hit, where, ABSENT), mask=inside)
         tl.store(missed + column, miss.to(tl.int8), mask=inside)
-        renew = hit & touches
-        at = word_of(meta_frames, slot, renew, PER_META, META_FRAME, 2)
-        tl.store(meta + at + 1, tl.zeros([BLOCK], tl.int32) + stamp, mask=renew)
+        if TOUCH:
+            renewed = tl.where(hit, capacity, 0) > 0
+            at = word_of(meta_frames, slot, renewed, PER_META, META_FRAME, 2)
+            tl.store(meta + at + 1, tl.zeros([BLOCK], tl.int32) + stamp, mask=renewed)
         count += tl.sum(miss.to(tl.int32), 0)
         start += BLOCK
     return count
@@ -151,7 +153,7 @@ def _serve(
     """A mapped cache. capacity: 0 where nothing may change."""
     count = _look_up(
         wanted, location, missed, maps, meta, row_frames, map_frames, meta_frames, width,
-        2 * step + 1, (capacity > 0) & TOUCH,
+        2 * step + 1, capacity, TOUCH,
         PER_ROW, PER_MAP, MAP_FRAME, PER_META, META_FRAME, BLOCK,
     )  # fmt: skip
     if (count > 0) & (capacity > 0):

@@ -26,15 +26,15 @@ LOWEST = tl.constexpr(-1e30)
 
 @triton.jit(do_not_specialize=["per"])
 def _attend_kernel(
-    query,
-    view,
-    locations,
-    valid,
-    out,
-    frame_stride,
-    row_stride,
-    scale,
-    per,
+    query: tl.tensor,
+    view: tl.tensor,
+    locations: tl.tensor,
+    valid: tl.tensor,
+    out: tl.tensor,
+    frame_stride: tl.tensor,
+    row_stride: tl.tensor,
+    scale: tl.tensor,
+    per: tl.tensor,
     heads: tl.constexpr,
     width: tl.constexpr,
     value_width: tl.constexpr,
@@ -43,7 +43,7 @@ def _attend_kernel(
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
     VALUES: tl.constexpr,
-):
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     own_head = head[:, None] < heads

@@ -2,11 +2,12 @@
 
 The bits of a float32, those of negative values mirrored, are an int32 of the same order (-0.0
 counts as +0.0; see ``kernels/indexer.py``). Two bits of the k-th largest are found per pass, by
-counting against three candidates: 16 passes. A last pass takes everything above it, and of its
-equals the lowest entries. All integers: nothing depends on how the work is spread.
+counting against three candidates: 16 passes at most, fewer once exactly k keys reach a candidate.
+A last pass takes what lies above, and of its equals the lowest entries. All integers: nothing
+depends on how the work is spread.
 
-Bytes to move: a row's scores 18 times (4 bytes each), after the first time from L2 where it holds
-them (128 KiB a row at 32,768 entries).
+Bytes to move: a row's scores up to 18 times (4 bytes each), after the first time from L2 where it
+holds them (128 KiB a row at 32,768 entries).
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ BLOCK, WARPS = 2048, 8
 
 
 @triton.jit
-def _load_keys(scores, entry, seen):
+def _load_keys(
+    scores: tl.tensor,
+    entry: tl.tensor,
+    seen: tl.tensor,
+) -> tl.tensor:
     """Sortable int32 of scores."""
     score = tl.load(scores + entry, mask=entry < seen, other=0.0)
     score = tl.where(score == 0.0, 0.0, score)
@@ -31,12 +36,21 @@ def _load_keys(scores, entry, seen):
 
 
 @triton.jit
-def _kth_largest(scores, seen, k: tl.constexpr, BLOCK: tl.constexpr):
-    """The k-th largest key of a row that sees more than k entries: int32."""
+def _threshold(
+    scores: tl.tensor,
+    seen: tl.tensor,
+    k: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """A key that exactly k keys reach, or else the k-th largest; and how many keys reach it.
+
+    For a row that sees more than k entries. Both int32.
+    """
     offset = tl.arange(0, BLOCK)
     threshold = -2147483648
+    reach = seen
     step = 1073741824
-    while step > 0:
+    while (step > 0) & (reach > k):
         first = threshold + step
         second = first + step
         third = second + step
@@ -52,15 +66,26 @@ def _kth_largest(scores, seen, k: tl.constexpr, BLOCK: tl.constexpr):
             over_second += (there & (key >= second)).to(tl.int32)
             over_third += (there & (key >= third)).to(tl.int32)
             start += BLOCK
-        threshold = tl.where(tl.sum(over_first, axis=0) >= k, first, threshold)
-        threshold = tl.where(tl.sum(over_second, axis=0) >= k, second, threshold)
-        threshold = tl.where(tl.sum(over_third, axis=0) >= k, third, threshold)
+        count = tl.sum(over_first, axis=0)
+        threshold = tl.where(count >= k, first, threshold)
+        reach = tl.where(count >= k, count, reach)
+        count = tl.sum(over_second, axis=0)
+        threshold = tl.where(count >= k, second, threshold)
+        reach = tl.where(count >= k, count, reach)
+        count = tl.sum(over_third, axis=0)
+        threshold = tl.where(count >= k, third, threshold)
+        reach = tl.where(count >= k, count, reach)
         step = step >> 2
-    return threshold
+    return threshold, reach
 
 
 @triton.jit
-def _count_above(scores, seen, threshold, BLOCK: tl.constexpr):
+def _count_above(
+    scores: tl.tensor,
+    seen: tl.tensor,
+    threshold: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
     """Keys above the threshold."""
     offset = tl.arange(0, BLOCK)
     count = tl.zeros([BLOCK], tl.int32)
@@ -74,7 +99,14 @@ def _count_above(scores, seen, threshold, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _compact(scores, chosen, seen, threshold, ties, BLOCK: tl.constexpr):
+def _compact(
+    scores: tl.tensor,
+    chosen: tl.tensor,
+    seen: tl.tensor,
+    threshold: tl.tensor,
+    ties: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
     """Write the entries above the threshold and the first ``ties`` equal to it, ascending."""
     offset = tl.arange(0, BLOCK)
     placed = 0
@@ -97,15 +129,23 @@ def _compact(scores, chosen, seen, threshold, ties, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["scores_row"])
 def _top_k_kernel(
-    scores, visible, chosen, scores_row, k: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr
-):
+    scores: tl.tensor,
+    visible: tl.tensor,
+    chosen: tl.tensor,
+    scores_row: tl.tensor,
+    k: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     seen = tl.load(visible + row).to(tl.int32)
     scores += row * scores_row
     chosen += row * k
     if seen > k:
-        threshold = _kth_largest(scores, seen, k, BLOCK)
-        ties = k - _count_above(scores, seen, threshold, BLOCK)
+        threshold, reach = _threshold(scores, seen, k, BLOCK)
+        ties = k
+        if reach > k:
+            ties = k - _count_above(scores, seen, threshold, BLOCK)
         _compact(scores, chosen, seen, threshold, ties, BLOCK)
     else:  # all of them; the scores are not read
         for start in range(0, k, K_BLOCK):
@@ -124,7 +164,7 @@ def top_k(scores: Tensor, visible: Tensor, k: int) -> Tensor:
     if chosen.numel():
         _top_k_kernel[(n,)](
             aligned(scores.contiguous()),
-            aligned(visible),
+            aligned(visible.contiguous()),
             chosen,
             scores.shape[1],
             k=k,
