@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 from kvpolicy.control.decision import Decision, DecisionWriter
 from kvpolicy.control.observation import Observation, RequestView, StoreView
-from kvpolicy.controllers.base import Controller, cache_rule, initial_rows
+from kvpolicy.controllers.base import Controller, cache_rule, initial_rows, wants_curves
 from kvpolicy.controllers.decider import Decider
 from kvpolicy.controllers.registry import ControllerLike, make
+from kvpolicy.engine.following import Follower
 from kvpolicy.engine.reload import RunTimeChanges
 from kvpolicy.engine.request import Request, State
 from kvpolicy.memory.counters import RetrievalCounters
@@ -90,6 +91,10 @@ class ControlLoop:
         self._seen: dict[int, RetrievalCounters] = {}
         self._due = True
         controller, self._initial, self.rule = self._checked(spec, eviction)
+        self._most_entries = max(
+            s.store.entries(layout.geometry.max_context) for s in layout.stores
+        )
+        self._follower = self._new_follower(controller)
         writer = DecisionWriter(decision_log) if decision_log else None
         self.decider = Decider(controller, deadline, writer=writer)
 
@@ -97,6 +102,7 @@ class ControlLoop:
         """Swap the controller; it decides at the next step. UserError leaves the old one in place."""
         controller, self._initial, self.rule = self._checked(spec, self._eviction)
         self.decider.set_controller(controller)
+        self._follower = self._new_follower(controller)
         self._due = True
 
     def apply(self, changes: RunTimeChanges) -> None:
@@ -106,6 +112,7 @@ class ControlLoop:
         controller, self._initial, self.rule = self._checked(spec, changes.eviction)
         if swapped:
             self.decider.set_controller(controller)
+            self._follower = self._new_follower(controller)
         self._eviction = changes.eviction
         self.interval = changes.control_interval
         self._due = True
@@ -119,6 +126,10 @@ class ControlLoop:
         if eviction is not None:
             rule = replace(rule, eviction=eviction)
         return controller, initial, rule
+
+    def _new_follower(self, controller: Controller) -> Follower | None:
+        """Who measures miss curves, for a controller that asks for them; nobody else pays."""
+        return Follower(self.stores, self._most_entries) if wants_curves(controller) else None
 
     @property
     def controller(self) -> Controller:
@@ -183,6 +194,9 @@ class ControlLoop:
             load.tokens,
         )
         observation = self._observe(now, memory, load)
+        if self._follower is not None:
+            curves = self._follower.curves(memory, observation.requests)
+            observation = replace(observation, curves=curves)
         self._base, self._due = now, False
         memory.set_budgets(self.decider.decide(observation).projected.budgets)
 

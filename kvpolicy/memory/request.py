@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,13 @@ from kvpolicy.memory.tables import SharedTables
 
 # Device tables grow by room for this many tokens at a time, so that most steps need none.
 GROWTH_TOKENS = 64
+# Selections kept of a request that is followed, at most: 64 steps of four stores, 256 KiB at k = 128.
+TRACE_LENGTH = 256
 NOWHERE = -1
+
+Selected = tuple[int, int, int, Tensor]
+"""(store, step, committed tokens, chosen) of one retrieval, as note_selected was told."""
+SelectionTrace = deque[Selected]
 
 
 class RequestMemory:
@@ -23,7 +31,8 @@ class RequestMemory:
     ``max_tokens``; on the device while it has a seat, for ``reserved`` tokens, growing.
 
     committed: tokens whose rows are durable on the host. seat: its place among the requests on the
-    device, or NOWHERE. Raises CapacityError (host) and takes nothing if the host has no room.
+    device, or NOWHERE. trace: its last selections, while somebody follows it (:meth:`follow`).
+    Raises CapacityError (host) and takes nothing if the host has no room.
     """
 
     def __init__(self, request_id: int, max_tokens: int, layout: Layout, host: HostPool) -> None:
@@ -42,6 +51,7 @@ class RequestMemory:
         self.saved_pinned: list[Tensor] = []
         self._recent: list[list[Tensor]] = [[] for _ in layout.stores]
         self._recent_step = [-1] * len(layout.stores)
+        self.trace: SelectionTrace | None = None
 
     # --- the device part -------------------------------------------------------------------------
 
@@ -114,6 +124,7 @@ class RequestMemory:
         # What stays of the last selections is a few numbers of the host, no view of a step.
         found = [self.recent(store.index) for store in self.layout.stores]
         self._recent = [[] if entries is None else [entries.cpu()] for entries in found]
+        self.trace = None
         self.leave()
 
     def release(self) -> None:
@@ -132,10 +143,16 @@ class RequestMemory:
     def note_selected(self, store: int, step: int, chosen: Tensor) -> None:
         """Remember what a step selected of a store; all its selectors together. chosen: int64,
         any shape, with negative numbers as padding. No work is done here."""
+        if self.trace is not None and step >= 0:
+            self.trace.append((store, step, self.committed, chosen))
         if self._recent_step[store] != step:
             self._recent_step[store] = step
             self._recent[store] = []
         self._recent[store].append(chosen)
+
+    def follow(self) -> None:
+        """Keep the selections from now on in ``trace``, as many as TRACE_LENGTH."""
+        self.trace = deque(maxlen=TRACE_LENGTH)
 
     def recent(self, store: int) -> Tensor | None:
         """Committed entries that the last step selected, ascending; None if nothing was selected."""
