@@ -68,7 +68,7 @@ OBSERVATIONS = st.builds(
 
 
 def test_built_in_names_and_descriptions() -> None:
-    assert names()[:3] == ["resident", "hisparse", "static"]
+    assert names()[:6] == ["resident", "hisparse", "static", "adaptive", "hybrid", "random"]
     assert [name for name, _ in describe()] == names()
     for _, line in describe():
         assert line.endswith(".") and "\n" not in line

@@ -144,7 +144,7 @@ def test_a_config_that_cannot_be_had_is_refused(
         make(micro, **changes)
 
 
-def test_a_failing_controller_keeps_budgets_and_is_counted(micro: DecodeModel) -> None:
+def test_the_fallback_decides_for_a_failing_controller_and_is_counted(micro: DecodeModel) -> None:
     class Broken:
         def decide(self, observation: Observation) -> Plan:
             raise RuntimeError("no idea")
@@ -162,6 +162,7 @@ def test_a_failing_controller_keeps_budgets_and_is_counted(micro: DecodeModel) -
             assert got.logits_sha256 == want.logits_sha256
             assert engine.metrics()["controller_fallbacks"] > before
         assert "no idea" in " ".join(d.reason for d in engine.control.log)
+        assert {"raised", "type"} <= {d.fallback for d in engine.control.log}
 
 
 def test_absurd_plans_are_projected(micro: DecodeModel) -> None:

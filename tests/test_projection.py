@@ -273,6 +273,19 @@ def test_shrinking_is_in_proportion() -> None:
     assert budgets[1][0] > 40 and abs(budgets[1][0] - 2 * budgets[2][0]) <= 2
 
 
+def test_shrinking_makes_no_cache_full_that_will_grow() -> None:
+    """A prompt that has just begun would take less as a full cache, but not for long."""
+    views = (
+        replace(request(1, (1000,), (300,)), rows_now=(1,)),
+        replace(request(2, (1000,), (300,)), rows_now=(900,)),
+    )
+    observation = observed(ONE, views, 0, 0)
+    budgets = project(Plan.even(400), observation).budgets
+    assert budgets[1] == budgets[2] and 200 <= budgets[1][0] <= 300
+    full = replace(observation, requests=(replace(views[0], budget=(1000,)), views[1]))
+    assert project(Plan.even(400), full).budgets[1] == (1000,)
+
+
 @given(rows=st.integers(0, 130), most=st.integers(0, 120))
 def test_frames_of_is_what_a_cache_takes(rows: int, most: int) -> None:
     """Projection's arithmetic is the accounting's."""

@@ -71,11 +71,11 @@ def marginal_path(
     for store, (curve, low, high) in enumerate(zip(curves, start.tolist(), most, strict=True)):
         gains += [(gain, store, rows) for gain, rows in segments(curve, low, float(high))]
     gains.sort(key=lambda segment: (-segment[0], segment[1]))
-    corners = np.repeat(start[None], len(gains) + 2, axis=0)
-    corners[0] = floor
+    corners = np.zeros((len(gains) + 2, len(start)))
+    corners[0], corners[1] = floor, start - floor
     for i, (_, store, rows) in enumerate(gains):
-        corners[i + 2 :, store] += rows
-    return Path(corners)
+        corners[i + 2, store] = rows
+    return Path(corners.cumsum(axis=0))
 
 
 def segments(curve: MissCurve, low: float, high: float) -> list[tuple[float, float]]:

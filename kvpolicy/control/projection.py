@@ -127,16 +127,15 @@ def _room(plan: Plan, pool: Pool, observation: Observation, reasons: list[str]) 
 def _shrink(wanted: Rows, pool: Pool, floor: int, room: int) -> Rows:
     """Scale everything above the floor by one factor, the largest of 1/1024 steps that fits.
 
-    A cache becomes full where that takes fewer frames: for good (a short request: one frame of rows
-    against one of rows and one of metadata), or as full as it is now; so the floor fits wherever it
-    did before.
+    A cache becomes full where that takes fewer frames for good (a short request: one frame of rows
+    against one of rows and one of metadata), and one that is full stays so where it takes fewer as
+    it is; so the floor fits wherever it did before.
     """
-    now, most = pool.whole(pool.now), pool.whole(pool.most)
-    least = np.where(pool.held >= pool.most, now, np.maximum(now, most))
+    full = np.where(pool.held >= pool.most, pool.whole(pool.now), pool.whole(pool.most))
 
     def scaled(part: int) -> Rows:
         rows = floor + (wanted - floor) * part // 1024
-        return np.where(pool.frames(rows) > least, pool.most, rows)
+        return np.where(pool.frames(rows) > full, pool.most, rows)
 
     low, high = 0, 1023
     while low < high:

@@ -31,8 +31,9 @@ CURVE_STEPS = 64
 class _State:
     """What one decision works on. Frames, int64 [requests, stores] or whole numbers.
 
-    least: the protected floor. limit: all that a cache can use as it is (a full one: full).
-    held: as it is now. queue: what waiting requests get. low, high: marks of free memory.
+    full, cap: which caches are full, and the most rows of each as it is. least: the protected floor.
+    limit: all that a cache can use as it is. soon, later: full residency after AHEAD and HORIZON
+    steps. held: as it is now. queue: what waiting requests get. low, high: marks of free memory.
     """
 
     pool: Pool
@@ -41,6 +42,8 @@ class _State:
     cap: Rows
     least: Rows
     limit: Rows
+    soon: Rows
+    later: Rows
     held: Rows
     free: int
     queue: int
@@ -76,18 +79,8 @@ class Adaptive:
         if bool((new := _promoted(state, observation, frames)).any()):
             state = _with_full(state, new)
             frames = _share_out(state, observation)
-        rows = np.where(frames == state.held, state.pool.held, rows_in(state.pool, frames))
-        rows = np.where((frames >= state.limit) & (frames != state.held), state.cap, rows)
-        full = state.full & (frames >= state.limit)
-        targets = {
-            request.request_id: tuple(
-                FULL if whole else kept for whole, kept in zip(*pair, strict=True)
-            )
-            for request, *pair in zip(
-                observation.requests, full.tolist(), rows.tolist(), strict=True
-            )
-        }
-        return Plan(targets=targets)
+        numbers = [request.request_id for request in observation.requests]
+        return Plan(targets=dict(zip(numbers, _targets(state, frames), strict=True)))
 
     def _minimum(self, stores: tuple[StoreView, ...]) -> tuple[int, ...]:
         return tuple(s.topk if self.min_rows is None else self.min_rows for s in stores)
@@ -99,20 +92,25 @@ class Adaptive:
         minimum = np.maximum(minimum, floor)
         full = (pool.held >= pool.most) | (pool.most <= floor)
         started = np.array([[r.context > 0] for r in observation.requests])
-        soon = pool.now + np.ceil(_speed(observation) * AHEAD).astype(np.int64)[:, None]
+        soon = _after(observation, pool, AHEAD)
+        # A prompt that is still read will be longer soon; by how much, only max_rows says.
+        reading = np.array([[not r.decoding] for r in observation.requests])
+        later = np.where(reading, pool.most, _after(observation, pool, HORIZON))
         useful = np.where(started, np.maximum(soon, minimum), floor)
-        cap = np.where(full, pool.most, np.clip(useful, 0, np.maximum(pool.most - 1, 0)))
+        cap = np.where(full, pool.most, np.minimum(useful, pool.most - 1))
         limit = np.where(full, pool.whole(pool.now), pool.mapped(cap))
         floors = pool.mapped(np.full_like(cap, floor))
         held = pool.frames(pool.held)
         free = observation.free_bytes // observation.frame_bytes
         low, high = self._marks(observation, pool, full)
-        lowest = np.where(full, np.minimum(pool.mapped(minimum), limit), pool.mapped(minimum))
+        lowest = np.minimum(pool.mapped(minimum), pool.whole(pool.most))
         return _State(
             pool=pool,
-            path=self._path(observation, np.minimum(cap, soon), minimum),
+            path=self._path(observation, later, minimum),
             full=full,
             cap=cap,
+            soon=pool.whole(soon),
+            later=pool.whole(later),
             least=np.minimum(floors, limit),
             limit=limit,
             held=held,
@@ -122,8 +120,8 @@ class Adaptive:
             high=high,
         )
 
-    def _path(self, observation: Observation, cap: Rows, minimum: Rows) -> Path:
-        most = np.maximum(cap.max(axis=0), minimum).tolist()
+    def _path(self, observation: Observation, most_rows: Rows, minimum: Rows) -> Path:
+        most = np.maximum(most_rows.max(axis=0), minimum).tolist()
         curves = observation.curves
         known = len(curves) == len(most) and all(
             c.steps >= CURVE_STEPS and len(c.rows) > 1 for c in curves
@@ -154,6 +152,12 @@ def _speed(observation: Observation) -> NDArray[np.float64]:
     )
 
 
+def _after(observation: Observation, pool: Pool, steps: int) -> Rows:
+    """Entries with room after so many steps."""
+    more = np.ceil(_speed(observation) * steps).astype(np.int64)[:, None]
+    return np.minimum(pool.most, pool.now + more)
+
+
 def _queue(observation: Observation, spare: int) -> int:
     """Frames for the waiting requests, from the first, that fit ``spare`` frames."""
     total = 0
@@ -182,28 +186,41 @@ def _share_out(state: _State, observation: Observation) -> Rows:
 
 
 def _promoted(state: _State, observation: Observation, frames: Rows) -> NDArray[np.bool_]:
-    """Which mapped caches become full now: room to stay so, cheapest first, so many bytes at once."""
+    """Which mapped caches become full now: all in turn once everything fits, so many bytes at once;
+    and those that have next to nothing to copy yet, where there is room for a while."""
     pool, full = state.pool, state.full
     if bool(full.all()):
         return np.zeros_like(full)
-    ahead = np.ceil(_speed(observation) * HORIZON).astype(np.int64)[:, None]
-    later = pool.whole(np.minimum(pool.most, pool.now + ahead))
-    room = int((int(state.held.sum()) + state.free - state.queue) / HEADROOM)
-    stays = fill(pool, state.path, np.minimum(state.least, later), later, room) >= later
-    ready = ~full & (stays | (later <= frames))
-    cost = np.array([s.record_bytes for s in observation.stores], dtype=np.int64)
-    context = np.array([r.context for r in observation.requests], dtype=np.int64)
-    copied = np.minimum(pool.now, context[:, None]) * cost
+    context = np.array([[r.context] for r in observation.requests], dtype=np.int64)
+    total = int(state.held.sum()) + state.free - state.queue
+    room = int(total / HEADROOM)
+    share = fill(pool, state.path, np.minimum(state.least, state.later), state.later, room)
+    young = context <= np.array([s.topk for s in observation.stores])
+    fits = int(state.later.sum()) <= room
+    ready = ~full & (fits | (state.later <= frames) | (young & (state.soon <= share)))
+    # Up to top-k rows are no more than one step could miss: they are not held up.
+    copied = np.minimum(pool.now, context) * np.array([s.record_bytes for s in observation.stores])
+    copied = np.where(young, 0, copied)
     order = np.argsort(np.where(ready, copied, np.iinfo(np.int64).max), axis=None, kind="stable")
     order = order[: int(ready.sum())]
     steps = min(max(observation.interval, 1), AHEAD)
     allowed = np.cumsum(copied.ravel()[order]) <= observation.pool_bytes * steps / HORIZON
     allowed[:1] = True  # one that is larger than that still has its turn
-    left = int(state.held.sum()) + state.free - state.queue - int(frames.sum())
     extra = np.maximum(pool.whole(pool.now) - frames, 0).ravel()[order]
     chosen = np.zeros(full.size, dtype=bool)
-    chosen[order[allowed & (np.cumsum(extra) <= left)]] = True
+    chosen[order[allowed & (np.cumsum(extra) <= total - int(frames.sum()))]] = True
     return chosen.reshape(full.shape)
+
+
+def _targets(state: _State, frames: Rows) -> list[Target]:
+    """Frames as rows: all that fit them; the same rows as before for the same frames."""
+    rows = np.where(frames >= state.limit, state.cap, rows_in(state.pool, frames))
+    rows = np.where(frames == state.held, state.pool.held, rows)
+    full = state.full & (frames >= state.limit)
+    return [
+        tuple(FULL if whole else kept for whole, kept in zip(*request, strict=True))
+        for request in zip(full.tolist(), rows.tolist(), strict=True)
+    ]
 
 
 def _with_full(state: _State, new: NDArray[np.bool_]) -> _State:

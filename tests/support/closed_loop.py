@@ -276,17 +276,18 @@ SPECS = (
     "hisparse",
     "resident",
 )
+# Clients, steps, note. The steps until the queue has been served, after a fall of load, are apart.
+LOADS = ((3, 3000, ""), (24, 4000, ""), (3, 1500, "draining"), (3, 1500, ""))
 
 
 def main(frames: int) -> None:
     """The load step of docs/adaptive.md: 3 clients, 24, 3 again."""
-    print(f"{frames} frames; idle only while demand exceeds memory")
+    print(f"{frames} frames; idle: share of the pool, while demand exceeds memory")
     print(" " * 28 + "running    idle    most    miss    wait   most  promoted")
     for spec in SPECS:
         loop = ClosedLoop(spec, frames)
-        for clients, steps in ((3, 3000), (24, 4000), (3, 3000)):
-            phase = loop.run(clients, steps)
-            print(f"{spec:22} {clients:4d} {phase.row()}")
+        for clients, steps, note in LOADS:
+            print(f"{spec:22} {clients:4d} {loop.run(clients, steps).row()} {note}")
         print(
             f"{'':22} made {loop.made}, preempted {loop.preemptions}, projected {loop.projections}"
         )
