@@ -24,7 +24,9 @@ from kvpolicy.yaml_values import read_yaml
 if TYPE_CHECKING:
     from kvpolicy.controllers.registry import ControllerLike
 else:
-    ControllerLike = Any  # controllers need numpy: 0.1 s of the 0.2 s that `kvpolicy --version` takes
+    ControllerLike = (
+        Any  # controllers need numpy: 0.1 s of the 0.2 s that `kvpolicy --version` takes
+    )
 
 _Model = TypeVar("_Model", bound="Settings")
 

@@ -10,7 +10,4 @@ from kvpolicy.controllers.registry import (
     register,
 )
 
-__all__ = [
-    *("Controller", "ControllerLike"),
-    *("catalogue", "describe", "make", "names", "register"),
-]
+__all__ = ["Controller", "ControllerLike", "catalogue", "describe", "make", "names", "register"]

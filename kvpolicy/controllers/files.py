@@ -114,7 +114,9 @@ def _run(file: Path, source: bytes, what: str) -> ModuleType:
         raise UserError(f"{what}: {file.name}:{error.lineno or 1}: {error.msg}") from None
     except (ValueError, RecursionError, MemoryError) as error:  # null bytes; nested too deep
         raise UserError(f"{what}: {file.name}:1: {reason(error)}") from None
-    module = ModuleType(f"kvpolicy_file_{next(_numbers)}_{re.sub(r'[^0-9A-Za-z_]', '_', file.stem)}")
+    module = ModuleType(
+        f"kvpolicy_file_{next(_numbers)}_{re.sub(r'[^0-9A-Za-z_]', '_', file.stem)}"
+    )
     module.__file__ = str(file)
     sys.modules[module.__name__] = module  # dataclasses and type hints look their module up
     try:

@@ -79,9 +79,7 @@ def catalogue() -> tuple[list[ControllerInfo], tuple[str, ...]]:
             known.append(_info(name, _from_plugin(name, found), plugin.distribution))
         except UserError as error:
             nothing = Parameters({}, (), False)
-            known.append(
-                ControllerInfo(name, str(error), nothing, plugin.distribution, str(error))
-            )
+            known.append(ControllerInfo(name, str(error), nothing, plugin.distribution, str(error)))
     return known, found.refused
 
 

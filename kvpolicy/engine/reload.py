@@ -54,6 +54,8 @@ def read(path: str | Path, old: EngineConfig) -> EngineConfig:
     for key, value in load_yaml(Path(path)).items():
         name = key.replace("-", "_")
         if name in SamplingParams.model_fields:
-            raise UserError(f"config {str(path)!r}: {name} belongs to each request, not to the engine")
+            raise UserError(
+                f"config {str(path)!r}: {name} belongs to each request, not to the engine"
+            )
         values[name] = value
     return EngineConfig(**values)
