@@ -16,6 +16,7 @@ from kvpolicy.cli.main import app
 from kvpolicy.controllers import files, make
 
 FORTY = 40  # lines that one can read at a glance
+STEPS = ("--clock", "steps")  # without a deadline, so that a busy machine changes no decision
 
 
 @pytest.fixture(autouse=True)
@@ -72,11 +73,11 @@ def test_the_file_is_short_and_points_to_the_fields(folder: Path) -> None:
 def test_the_printed_commands_run_and_it_adapts(folder: Path) -> None:
     run, compare = commands(new("lazy-rows", "--path", "my rules.py"))
     assert run[2] == compare[4] == "./my rules.py:LazyRows"
-    result = CliRunner().invoke(app, [*run, "--max-new-tokens", "2", "--json"])
+    result = CliRunner().invoke(app, [*run, *STEPS, "--max-new-tokens", "2", "--json"])
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["metrics"]["controller_fallbacks"] == 0
     small = ["--controller", "./my rules.py:LazyRows:share=0.1"]
-    result = CliRunner().invoke(app, [*compare, *small, "--max-new-tokens", "16", "--json"])
+    result = CliRunner().invoke(app, [*compare, *small, *STEPS, "--max-new-tokens", "16", "--json"])
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
     assert document["outputs_equal"] is True

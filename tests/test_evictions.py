@@ -72,8 +72,9 @@ def test_a_registered_rule_decides_the_victims(micro: DecodeModel, oldest: Evict
 
     def run(controller: object, eviction: str | None) -> tuple[int, str]:
         config = EngineConfig(
-            controller=controller, eviction=eviction, device="cpu", device_kv_mib=2, host_kv_mib=4
-        )
+            controller=controller, eviction=eviction, device="cpu", clock="steps",
+            device_kv_mib=2, host_kv_mib=4,
+        )  # fmt: skip
         with Engine(config, model=micro) as engine:
             output = engine.generate([b"ab cd" * 20], SamplingParams(max_new_tokens=24))[0]
             return engine.metrics()["fetched_rows"], output.logits_sha256

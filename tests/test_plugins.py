@@ -156,7 +156,9 @@ import kvpolicy
 
 params, found = kvpolicy.SamplingParams(max_new_tokens=8), []
 for controller, eviction in json.loads(sys.argv[1]):
-    config = kvpolicy.EngineConfig(controller=controller, eviction=eviction, device="cpu")
+    config = kvpolicy.EngineConfig(
+        controller=controller, eviction=eviction, device="cpu", clock="steps"
+    )
     with kvpolicy.Engine(config) as engine:
         output = engine.generate([Path(sys.argv[2]).read_bytes()[:450]], params)[0]
         found.append([engine.metrics()["fetched_rows"], output.logits_sha256])
