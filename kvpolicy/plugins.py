@@ -90,12 +90,13 @@ def _problem(name: str, same: list[Plugin], built_in: Collection[str]) -> str:
 
 def _title(distribution: Distribution | None) -> str:
     """Name and version; of a distribution without metadata the name of its folder."""
+    name = version = ""
     try:
         assert distribution is not None
         metadata = distribution.metadata
-        name, version = metadata["Name"], metadata["Version"]
+        name, version = metadata["Name"] or "", metadata["Version"] or ""
     except Exception:  # whatever a broken METADATA makes the reader raise
-        name = version = None
+        log.debug("a distribution without readable metadata", exc_info=True)
     if name:
-        return f"{name} {version}" if version else str(name)
+        return f"{name} {version}".rstrip()
     return getattr(getattr(distribution, "_path", None), "stem", "") or "an unnamed distribution"
