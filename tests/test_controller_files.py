@@ -66,6 +66,10 @@ def breaks():
     return {}["missing"]
 
 
+def leaves():
+    raise SystemExit(3)
+
+
 def returns_nothing():
     return None
 
@@ -240,6 +244,7 @@ def test_a_broken_edit_does_not_stay(folder: Path) -> None:
         ("mine.py:one", "needs rows=... .*calls its first parameter 'observation'"),
         ("mine.py:refuses:rows=3", "'mine.py:refuses:rows=3': rows must be even"),
         ("mine.py:breaks", "KeyError: 'missing'"),
+        ("mine.py:leaves", "controller 'mine.py:leaves': SystemExit: 3"),
         ("mine.py:returns_nothing", "the factory returned None"),
         ("syntax.py:Lazy", "controller file 'syntax.py': syntax.py:3: "),
         ("null.py:Lazy", "controller file 'null.py': null.py:1: .*null bytes"),
