@@ -6,8 +6,12 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
-    *("CapacityError", "IntegrityError", "KvPolicyError", "UserError"),
-    *("reason", "unknown_name"),
+    "CapacityError",
+    "IntegrityError",
+    "KvPolicyError",
+    "UserError",
+    "reason",
+    "unknown_name",
 ]
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
-from importlib.metadata import Distribution, EntryPoint, distributions
+from importlib.metadata import Distribution, EntryPoint, entry_points
 
 from kvpolicy.errors import UserError, reason
 
@@ -53,11 +52,11 @@ def find_plugins(group: str, kind: str, built_in: Collection[str]) -> Found:
     distributions offer (which one would be meant depends on the order of the search path).
     """
     offers: dict[str, list[Plugin]] = {}
-    refused: list[str] = []
-    for distribution, points in _by_distribution(group, refused):
-        for point in points:
-            offers.setdefault(point.name, []).append(Plugin(kind, point.name, distribution, point))
+    for point in entry_points(group=group):
+        plugin = Plugin(kind, point.name, _title(point.dist), point)
+        offers.setdefault(point.name, []).append(plugin)
     plugins = {}
+    refused: list[str] = []
     for name, same in sorted(offers.items()):
         problem = _problem(name, same, built_in)
         if problem:
@@ -89,39 +88,15 @@ def _problem(name: str, same: list[Plugin], built_in: Collection[str]) -> str:
     return ""
 
 
-def _by_distribution(
-    group: str, refused: list[str]
-) -> Iterator[tuple[str, tuple[EntryPoint, ...]]]:
-    """(title, entry points) of the distributions that have any, the first of each name.
-
-    Not importlib.metadata.entry_points(): there one malformed entry_points.txt hides all others.
-    """
-    seen: set[str] = set()
-    for distribution in distributions():
-        try:
-            points = tuple(distribution.entry_points.select(group=group))
-        except Exception as error:
-            refused.append(
-                f"the entry points of {_title(distribution)} cannot be read: {reason(error)}"
-            )
-            continue
-        if not points:
-            continue
-        title = _title(distribution)
-        key = re.sub(r"[-_.]+", "-", title.split()[0]).lower()
-        if key not in seen:  # a second copy further down the search path is never imported
-            seen.add(key)
-            yield title, points
-
-
-def _title(distribution: Distribution) -> str:
-    """Name and version; of a folder without metadata its own name."""
+def _title(distribution: Distribution | None) -> str:
+    """Name and version; of a distribution without metadata the name of its folder."""
+    name = version = ""
     try:
+        assert distribution is not None
         metadata = distribution.metadata
-        name, version = metadata["Name"], metadata["Version"]
-    except Exception:  # a distribution without METADATA raises from Python 3.14 on
-        name = version = None
-    if not name:
-        folder = getattr(distribution, "_path", None)
-        name = getattr(folder, "stem", "") or "an unnamed distribution"
-    return f"{name} {version}" if version else str(name)
+        name, version = metadata["Name"] or "", metadata["Version"] or ""
+    except Exception:  # whatever a broken METADATA makes the reader raise
+        log.debug("a distribution without readable metadata", exc_info=True)
+    if name:
+        return f"{name} {version}".rstrip()
+    return getattr(getattr(distribution, "_path", None), "stem", "") or "an unnamed distribution"

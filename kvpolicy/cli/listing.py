@@ -115,4 +115,4 @@ def _about(entry: Entry) -> str:
         notes += f" [weights: {entry['weights']}]"
     if "distribution" in entry and "problem" not in entry:
         notes += f" [from {entry['distribution']}]"
-    return entry["description"] + notes
+    return f"{entry['description']}{notes}"

@@ -163,7 +163,7 @@ def build(target: object, spec: str, name: str, values: Mapping[str, Any]) -> Co
         made = target(**values)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         log.debug("controller %r could not be made", spec, exc_info=True)
         plain = isinstance(error, (TypeError, ValueError)) and str(error)
         raise UserError(f"controller {spec!r}: {error if plain else reason(error)}") from None
