@@ -25,6 +25,7 @@ Entry = dict[str, str]
 
 def listing() -> dict[str, list[Entry]]:
     """Every kind of name with one line about each."""
+    from kvpolicy import workloads
     from kvpolicy.controllers import describe
     from kvpolicy.geometry.presets import preset, preset_names
 
@@ -41,7 +42,7 @@ def listing() -> dict[str, list[Entry]]:
         "evictions": _entries([(name, DESCRIPTIONS[name]) for name in EVICTIONS]),
         "drafters": _entries([("none", "one token per request and step")]),
         "models": models,
-        "workloads": [],
+        "workloads": _entries(workloads.describe()),
         "environments": [],
     }
 

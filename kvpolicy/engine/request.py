@@ -15,6 +15,7 @@ from kvpolicy.config import SamplingParams
 from kvpolicy.engine.clock import Clock
 from kvpolicy.errors import IntegrityError
 from kvpolicy.sampling import choose_token
+from kvpolicy.telemetry.latency import Latencies
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class RequestOutput:
     """What a request gave. prompt_tokens: a count. text: without the stop text, bad UTF-8 replaced.
 
     finish_reason: stop, length, cancelled or error. logits_sha256: over the float32 bytes of the
-    logits row that decided each token, in order.
+    logits row that decided each token, in order. latencies: when what happened.
     """
 
     id: int
@@ -50,6 +51,7 @@ class RequestOutput:
     text: str
     finish_reason: str
     logits_sha256: str
+    latencies: Latencies
 
     def to_dict(self, fingerprint: bool = False) -> dict[str, Any]:
         """Ready for JSON; the fingerprint only where asked for."""
@@ -82,6 +84,8 @@ class Request:
     computed: int = 0
     tokens: list[int] = field(default_factory=list)
     finish_reason: str = ""
+    admitted: float | None = None
+    waited_steps: int | None = None
     first_token: float | None = None
     last_token: float | None = None
     _text: bytearray = field(default_factory=bytearray)
@@ -89,6 +93,14 @@ class Request:
 
     def __post_init__(self) -> None:
         self.arrived = self.clock.now()
+
+    def admit(self, step: int) -> None:
+        """Note that its memory is reserved; the first time counts for its latencies."""
+        self.move(State.PREFILL)
+        self.admitted_step = step
+        if self.admitted is None:
+            self.admitted = self.clock.now()
+            self.waited_steps = step - self.arrived_step
 
     def move(self, state: State) -> None:
         """Change state; IntegrityError on a transition that does not exist."""
@@ -150,4 +162,12 @@ class Request:
             text=self._text.decode("utf-8", errors="replace"),
             finish_reason=self.finish_reason,
             logits_sha256=self._digest.hexdigest(),
+            latencies=Latencies(
+                arrived=self.arrived,
+                admitted=self.admitted,
+                first_token=self.first_token,
+                last_token=self.last_token,
+                waited_steps=self.waited_steps,
+                tokens=len(self.tokens),
+            ),
         )

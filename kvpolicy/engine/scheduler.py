@@ -45,8 +45,7 @@ class Scheduler:
     def start(self, step: int) -> Request:
         """Move the first waiting request to the running ones."""
         request = self.waiting.popleft()
-        request.move(State.PREFILL)
-        request.admitted_step = step
+        request.admit(step)
         self.running.append(request)
         return request
 
