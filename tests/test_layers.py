@@ -31,6 +31,7 @@ RANK = {
     "config": 6,
     "sampling": 6,
     "engine": 7,
+    "workloads": 7,
     "": 8,
     "cli": 9,
     "__main__": 10,
@@ -56,6 +57,7 @@ ONLY_IN = {
     "gymnasium": {"kvpolicy.env", "kvpolicy.agents"},
     "stable_baselines3": {"kvpolicy.agents"},
     "triton": {"kvpolicy.kernels"},
+    "matplotlib": {"kvpolicy"},
     "transformers": set(),
 }
 

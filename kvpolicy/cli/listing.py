@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpolicy import evictions
+from kvpolicy import evictions, workloads
 from kvpolicy.cli.output import check_output, emit_json, warn, write_text
 from kvpolicy.controllers.registry import ControllerInfo
 from kvpolicy.controllers.registry import catalogue as controller_catalogue
@@ -38,7 +38,7 @@ def listing() -> tuple[dict[str, list[Entry]], tuple[str, ...]]:
         "evictions": [_entry(info) for info in rules],
         "drafters": [{"name": "none", "description": "one token per request and step"}],
         "models": models,
-        "workloads": [],
+        "workloads": [{"name": name, "description": text} for name, text in workloads.describe()],
         "environments": [],
     }
     return found, tuple(dict.fromkeys((*no_controllers, *no_rules)))

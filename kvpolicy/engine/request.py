@@ -15,6 +15,7 @@ from kvpolicy.config import SamplingParams
 from kvpolicy.engine.clock import Clock
 from kvpolicy.errors import IntegrityError
 from kvpolicy.sampling import choose_token
+from kvpolicy.telemetry.latency import Latencies
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class RequestOutput:
     """What a request gave. prompt_tokens: a count. text: without the stop text, bad UTF-8 replaced.
 
     finish_reason: stop, length, cancelled or error. logits_sha256: over the float32 bytes of the
-    logits row that decided each token, in order.
+    logits row that decided each token, in order. latencies: when what happened.
     """
 
     id: int
@@ -53,6 +54,7 @@ class RequestOutput:
     text: str
     finish_reason: str
     logits_sha256: str
+    latencies: Latencies
 
     def to_dict(self, fingerprint: bool = False) -> dict[str, Any]:
         """Ready for JSON; the fingerprint only where asked for."""
@@ -89,11 +91,12 @@ class Request:
     waiting_since: int = 0
     longest_wait: int = 0
     preemptions: int = 0
-    admitted: float | None = None
     expires: float | None = None
     computed: int = 0
     tokens: list[int] = field(default_factory=list)
     finish_reason: str = ""
+    admitted: float | None = None
+    waited_steps: int | None = None
     first_token: float | None = None
     last_token: float | None = None
     _text: bytearray = field(default_factory=bytearray)
@@ -105,12 +108,6 @@ class Request:
         if self.params.deadline_ms is not None:
             self.expires = self.arrived + self.params.deadline_ms / 1e3
 
-    def move(self, state: State) -> None:
-        """Change state; IntegrityError on a transition that does not exist."""
-        if state not in _NEXT[self.state]:
-            raise IntegrityError(f"request {self.id}: {self.state.value} -> {state.value}")
-        self.state = state
-
     def start(self, step: int) -> None:
         """From the queue to where it was: its prompt, or its generation."""
         self.move(State.PREFILL if self.computed < len(self.prompt) else State.DECODE)
@@ -118,6 +115,7 @@ class Request:
         self.longest_wait = max(self.longest_wait, step - self.waiting_since)
         if self.admitted is None:
             self.admitted = self.clock.now()
+            self.waited_steps = step - self.arrived_step
 
     def put_back(self, step: int) -> None:
         """Preempted: back to the queue."""
@@ -184,4 +182,12 @@ class Request:
             text=self._text.decode("utf-8", errors="replace"),
             finish_reason=self.finish_reason,
             logits_sha256=self._digest.hexdigest(),
+            latencies=Latencies(
+                arrived=self.arrived,
+                admitted=self.admitted,
+                first_token=self.first_token,
+                last_token=self.last_token,
+                waited_steps=self.waited_steps,
+                tokens=len(self.tokens),
+            ),
         )
