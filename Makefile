@@ -42,7 +42,7 @@ endef
 
 help:
 	@echo "make install      kvpolicy into $(VENV), editable, with exact versions from constraints/"
-	@echo "make demo         install, then the demonstration: kvpolicy demo"
+	@echo "make demo         install with matplotlib, then the demonstration: kvpolicy demo"
 	@echo "make test         install with the test tools, then the tests (ARGS='-k name' goes to pytest)"
 	@echo "make test-full    the same with the long forms"
 	@echo "make lint         ruff"
@@ -83,13 +83,19 @@ $(VENV)/.base: pyproject.toml $(VENV)/.torch-$(DEVICE)
 $(VENV)/.dev: pyproject.toml $(VENV)/.torch-$(DEVICE)
 	@echo "Installing kvpolicy and the test tools"
 	@$(PIP) --editable '.[dev]'
+	@touch $(VENV)/.base $(VENV)/.plot $@
+
+# With matplotlib, for the picture that the demonstration ends with.
+$(VENV)/.plot: pyproject.toml $(VENV)/.torch-$(DEVICE)
+	@echo "Installing kvpolicy and matplotlib"
+	@$(PIP) --editable '.[plot]'
 	@touch $(VENV)/.base $@
 
 install: $(VENV)/.base
 
 # ---- use and tests ----------------------------------------------------------------------------------------------
 
-demo: $(VENV)/.base
+demo: $(VENV)/.plot
 	@$(BIN)/kvpolicy demo $(ARGS)
 
 test: $(VENV)/.dev

@@ -12,15 +12,12 @@ class Greedy:
         return kvpolicy.Plan(targets=targets)
 
 
-kvpolicy.controllers.register("greedy", Greedy)
-prompt = b"import os\nimport sys\n\n\ndef main():\n    return os.path.join(" * 12
-params = kvpolicy.SamplingParams(max_new_tokens=40)
-
-outputs = []
-for name in ("resident", "greedy"):
-    with kvpolicy.Engine(kvpolicy.EngineConfig(controller=name, device="cpu")) as engine:
-        output = engine.generate([prompt], params)[0]
-        outputs.append(output.logits_sha256)
-        miss = engine.metrics()["miss_rate"]
-    print(f"{name:9} miss rate {miss:6.1%}  logits {output.logits_sha256[:16]}")
-assert outputs[0] == outputs[1], "a policy may not change one bit"
+if __name__ == "__main__":  # or: --controller examples/custom_controller.py:Greedy
+    prompt = b"import os\nimport sys\n\n\ndef main():\n    return os.path.join(" * 12
+    outputs = []
+    for controller in ("resident", Greedy()):
+        with kvpolicy.Engine(kvpolicy.EngineConfig(controller=controller, device="cpu")) as engine:
+            outputs += engine.generate([prompt], kvpolicy.SamplingParams(max_new_tokens=40))
+            miss = engine.metrics()["miss_rate"]
+        print(f"miss rate {miss:6.1%}  logits {outputs[-1].logits_sha256[:16]}")
+    assert outputs[0] == outputs[1], "a policy may not change one bit"

@@ -5,14 +5,33 @@ score(row, entry) = sum_h w_h * relu(q_h . key * scale)   (DeepSeek-V3.2 technic
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .paging import Paged
 from .tiling import Tiling
 
 _POSITION_BITS = 32
 _LOW = (1 << _POSITION_BITS) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPages:
+    """Index keys of several segments as they lie in the arena.
+
+    view: [F, per, d] strided view of the arena. frames: int64 [segments, m], the frames of each
+    segment's keys in order; short rows are filled up with any frame number.
+    """
+
+    view: Tensor
+    frames: Tensor
+
+    def keys(self, segment: int, count: int) -> Tensor:
+        """The first ``count`` keys of a segment: [count, d] (a copy)."""
+        return Paged(self.view, self.frames[segment]).prefix(count)
 
 
 def index_scores(q: Tensor, weights: Tensor, keys: Tensor, scale: float, tiling: Tiling) -> Tensor:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvpolicy import controllers as controllers
+    from kvpolicy import evictions as evictions
     from kvpolicy.config import EngineConfig as EngineConfig
     from kvpolicy.config import SamplingParams as SamplingParams
     from kvpolicy.control.observation import Observation as Observation
@@ -29,13 +30,15 @@ _LAZY = {
     "UserError": "kvpolicy.errors",
 }
 
-__all__ = [*_LAZY, "__version__", "controllers"]
+_MODULES = ("controllers", "evictions")
+
+__all__ = [*_LAZY, "__version__", *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use: ``import kvpolicy`` itself loads no torch."""
-    if name == "controllers":
-        return import_module("kvpolicy.controllers")
+    if name in _MODULES:
+        return import_module(f"kvpolicy.{name}")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'kvpolicy' has no attribute {name!r}")

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SkipValidation,
+    ValidationError,
+    field_serializer,
+    field_validator,
+)
 
+from kvpolicy import evictions
 from kvpolicy.errors import UserError, unknown_name
 from kvpolicy.memory.rule import Eviction
 from kvpolicy.yaml_values import read_yaml
+
+if TYPE_CHECKING:
+    from kvpolicy.controllers.registry import ControllerLike
+else:
+    ControllerLike = (
+        Any  # controllers need numpy: 0.1 s of the 0.2 s that `kvpolicy --version` takes
+    )
 
 _Model = TypeVar("_Model", bound="Settings")
 
@@ -36,7 +52,8 @@ class SamplingParams(Settings):
 
     temperature 0 is greedy (ties to the lowest id). top_k 0 and top_p 1 are off. seed: the noise of
     a token depends on (seed, position) only. stop: generation ends where one of these texts
-    appears; it is not part of the output.
+    appears; it is not part of the output. deadline_ms: the request is cancelled when it is not done
+    this long after it came (milliseconds of the engine's clock), waiting included.
     """
 
     max_new_tokens: int = Field(default=64, ge=1, le=1_000_000)
@@ -45,6 +62,7 @@ class SamplingParams(Settings):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     seed: int = Field(default=0, ge=0, lt=2**63)
     stop: tuple[str | bytes, ...] = ()
+    deadline_ms: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
 
     def stop_bytes(self) -> tuple[bytes, ...]:
         """The stop texts as bytes, empty ones left out."""
@@ -58,7 +76,10 @@ class SamplingParams(Settings):
 class EngineConfig(Settings):
     """One engine. Sizes in MiB are named so; rows are per request and layer.
 
-    model: an embedded model's name, or a checkpoint folder. controller: NAME or NAME:key=value,...
+    model: an embedded model's name, or a checkpoint folder. backend: the kernels; ``auto`` is triton on
+    a GPU where it can run, else the reference; triton on the CPU is its interpreter, for tests.
+    controller: NAME or PATH.py:NAME, with :key=value,... behind it; in Python also an object with
+    ``decide`` or a function of an observation.
     eviction, admission: None leaves the choice to the controller.
     device_kv_mib: device memory for KV of all kinds (rows, index keys, maps, staging, in-flight).
     host_kv_mib: host memory for the history. staging_rows: transient rows shared by all requests
@@ -76,8 +97,8 @@ class EngineConfig(Settings):
 
     model: str = "tiny-dsa"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    backend: Literal["auto", "reference"] = "auto"
-    controller: str = "hisparse"
+    backend: Literal["auto", "reference", "triton"] = "auto"
+    controller: SkipValidation[ControllerLike] = "hisparse"
     eviction: Eviction | None = None
     admission: Literal["all"] | None = None
     device_kv_mib: float = Field(default=64.0, gt=0, le=1 << 20, allow_inf_nan=False)
@@ -94,6 +115,40 @@ class EngineConfig(Settings):
     kv_dtype: Literal["float32", "bf16"] = "float32"
     bos: bool = False
     validate_: bool = Field(default=False, alias="validate")
+
+    @field_validator("controller", mode="plain")
+    @classmethod
+    def _controller(cls, value: Any) -> Any:
+        """A spec is looked up when an engine is made; an object must be one that decides."""
+        if not isinstance(value, str):
+            from kvpolicy.controllers.targets import as_controller
+
+            try:
+                as_controller(value)
+            except UserError:
+                raise ValueError(
+                    "should be a spec, an object with decide(), or a function of an observation"
+                ) from None
+        return value
+
+    @field_serializer("controller")
+    def _controller_name(self, value: Any) -> str:
+        """Records name an object by its class, a function by its own name."""
+        if isinstance(value, str):
+            return value
+        from kvpolicy.controllers.targets import name_of
+
+        return name_of(value)
+
+    @field_validator("eviction")
+    @classmethod
+    def _eviction(cls, value: Eviction | None) -> Eviction | None:
+        if value is not None:
+            try:
+                evictions.check(value)
+            except UserError as error:
+                raise ValueError(str(error)) from None
+        return value
 
 
 def load_yaml(path: Path) -> dict[str, Any]:

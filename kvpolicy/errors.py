@@ -5,7 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["CapacityError", "IntegrityError", "KvPolicyError", "UserError", "unknown_name"]
+__all__ = [
+    "CapacityError",
+    "IntegrityError",
+    "KvPolicyError",
+    "UserError",
+    "reason",
+    "unknown_name",
+]
 
 
 class KvPolicyError(Exception):
@@ -38,3 +45,10 @@ def unknown_name(kind: str, value: str, allowed: Iterable[str]) -> UserError:
     close = difflib.get_close_matches(value, names, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     return UserError(f"unknown {kind} {value!r}{hint}; allowed: {', '.join(names) or 'none'}")
+
+
+def reason(error: BaseException) -> str:
+    """Type and message of a foreign exception in one line, at most 300 characters."""
+    text = " ".join(str(error).split())
+    name = type(error).__name__
+    return f"{name}: {text[:300]}" if text else name

@@ -14,6 +14,19 @@ if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 
+# Triton kernels: interpreted on the CPU, compiled where there is a GPU; never both in one process.
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.interpreter),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(params=DEVICES, scope="session")
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where Triton kernels run in this process."""
+    return torch.device(request.param)
+
+
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("full", deadline=None, derandomize=True, max_examples=200)
 

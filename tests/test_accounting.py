@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kvpolicy.errors import CapacityError
 from kvpolicy.geometry.presets import PRESETS, TOY
-from kvpolicy.kernels.eviction import RULES
 from kvpolicy.memory import accounting
 from kvpolicy.memory.accounting import Reserve
 from kvpolicy.memory.hierarchy import Hierarchy
@@ -104,7 +103,8 @@ def test_accounting_equals_allocated_bytes(
     assert owned(memory, ["staging"]) == accounting.staging_frames(layout, memory.reserve)
     assert owned(memory, ["in-flight"]) == accounting.inflight_frames(layout, memory.reserve)
     assert fixed == owned(memory, ["staging", "in-flight"])
-    tokens = st.one_of(st.sampled_from(boundary_tokens(layout)), st.integers(1, 700))
+    most = min(700, layout.geometry.max_context)
+    tokens = st.one_of(st.sampled_from(boundary_tokens(layout)), st.integers(1, most))
     rows = st.one_of(st.integers(-1, 40), st.integers(0, 1 << 40))
     host_used = 0
     admitted = []
@@ -173,7 +173,7 @@ def test_admission_is_all_or_nothing_and_names_the_tier(
     """One frame or one cache line short, on an empty engine: refused before and at admission."""
     layout = LAYOUTS[kind]
     least = max(store.store.tokens_per_entry for store in layout.stores)
-    tokens = data.draw(st.integers(least, 500))
+    tokens = data.draw(st.integers(least, min(500, layout.geometry.max_context)))
     rows = tuple(data.draw(st.integers(0, 600)) for _ in layout.stores)
     frames = accounting.request_frames(layout, tokens) + accounting.hot_frames(layout, rows, tokens)
     host = accounting.host_bytes(layout, tokens)
@@ -262,15 +262,15 @@ def test_a_request_that_runs_out_half_way_takes_nothing(kind: tuple[str, str]) -
     tokens = 40
     need = accounting.request_frames(layout, tokens)
     memory = hierarchy(layout, need, 1 << 20)
+    request = RequestMemory(1, tokens, layout, memory.host)
     for free in range(need):
         memory.arena.frames.allocate(memory.arena.frames.free - free, "others")
         with pytest.raises(CapacityError, match="device memory"):
-            RequestMemory(1, tokens, layout, memory.arena, memory.host, RULES["lru"])
+            request.place(memory.arena, memory._tables, 0, tokens)
         assert memory.arena.frames.free == free
-        assert memory.host.extents.used == 0
         held = [f for f, owner in memory.arena.frames._owner.items() if owner == "others"]
         memory.arena.frames.release(held, "others")
-    RequestMemory(1, tokens, layout, memory.arena, memory.host, RULES["lru"])
+    request.place(memory.arena, memory._tables, 0, tokens)
     assert memory.arena.frames.free == 0
 
 

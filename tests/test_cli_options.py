@@ -181,7 +181,6 @@ def test_bad_option(arguments: list[str], part: str) -> None:
         ["--dummy-weights"],
         ["--layers", "3"],
         ["--model", "tiny-csa"],
-        ["--backend", "triton"],
         ["--admission", "accepted"],
         ["--dtype", "bfloat16"],
         ["--kv-dtype", "fp8"],

@@ -1,4 +1,4 @@
-"""The reference backend on a CUDA device: the same promises as on the CPU."""
+"""Both backends on a CUDA device: the same promises as on the CPU."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def run(model: GlmDsa, controller: str, chunk: int, seats: int) -> list[RequestO
     return outputs
 
 
-def test_outputs_do_not_depend_on_budget_batch_or_chunk(tmp_path: Path) -> None:
-    model = GlmDsa(write_checkpoint(tmp_path), torch.device("cuda"), name="micro")
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_outputs_do_not_depend_on_budget_batch_or_chunk(tmp_path: Path, backend: str) -> None:
+    model = GlmDsa(write_checkpoint(tmp_path), torch.device("cuda"), "micro", backend)
     alone = [o.logits_sha256 for o in run(model, "resident", 200, 1)]
     for controller in CONTROLLERS:
         for chunk, seats in ((7, 4), (64, 2)):
@@ -48,13 +49,13 @@ def test_outputs_do_not_depend_on_budget_batch_or_chunk(tmp_path: Path) -> None:
 
 
 def test_tiny_dsa_says_the_same_on_both_devices() -> None:
-    """Greedy tokens of held-out text: two devices add in other orders, the argmax agrees."""
+    """Greedy tokens of held-out text: each device and backend adds in its order, the argmax agrees."""
     prompts = [text[5000:6000] for _, text in pieces()[:2]]
     tokens = []
-    for device in ("cpu", "cuda"):
-        model = load_model("tiny-dsa", torch.device(device))
+    for device, backend in (("cpu", "reference"), ("cuda", "reference"), ("cuda", "triton")):
+        model = load_model("tiny-dsa", torch.device(device), backend)
         config = EngineConfig(device=device, controller="hisparse")  # type: ignore[arg-type]
         with Engine(config, model=model) as engine:
             outputs = engine.generate(prompts, SamplingParams(max_new_tokens=32))
         tokens.append([o.tokens for o in outputs])
-    assert tokens[0] == tokens[1]
+    assert tokens[0] == tokens[1] == tokens[2]

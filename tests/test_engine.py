@@ -281,10 +281,10 @@ def test_a_full_cache_that_shrinks_keeps_what_all_selectors_chose() -> None:
         while len(handle._request.tokens) < 4:
             engine.step()
         request = engine.memory.requests[handle.id]
-        recent = request.recent[0]
+        recent = request.recent(0)
         assert recent is not None and recent.numel() > TOY.selectors[0].topk
         engine.set_controller(f"static:device_buffer_rows={recent.numel()}")
-        engine.control.step(engine.steps, engine.memory, engine.scheduler.running, [], 0, 0, 0.0)
+        engine.control.step(engine.memory, engine._load())
         assert request.hot[0].count_missing(recent) == 0
         handle.cancel()
 

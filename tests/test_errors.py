@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pickle
 
-from kvpolicy.errors import CapacityError, IntegrityError, KvPolicyError, UserError, unknown_name
+from kvpolicy.errors import (
+    CapacityError,
+    IntegrityError,
+    KvPolicyError,
+    UserError,
+    reason,
+    unknown_name,
+)
 
 
 def test_error_kinds() -> None:
@@ -21,3 +28,9 @@ def test_error_kinds() -> None:
 def test_unknown_name_without_a_close_one() -> None:
     assert str(unknown_name("model", "zzz", ["a", "b"])) == "unknown model 'zzz'; allowed: a, b"
     assert str(unknown_name("model", "zzz", [])) == "unknown model 'zzz'; allowed: none"
+
+
+def test_reason_is_one_line() -> None:
+    assert reason(ValueError("two\nlines")) == "ValueError: two lines"
+    assert reason(KeyError()) == "KeyError"
+    assert len(reason(RuntimeError("x" * 10**6))) < 400

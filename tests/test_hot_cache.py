@@ -20,13 +20,15 @@ from torch import Tensor
 from kvpolicy.errors import CapacityError, IntegrityError
 from kvpolicy.geometry.presets import TOY
 from kvpolicy.kernels.eviction import RULES, stamp_of
+from kvpolicy.kernels.resolve import PAD, Resolved, resolve_batch
 from kvpolicy.memory.accounting import Reserve
 from kvpolicy.memory.arena import Arena, Table
 from kvpolicy.memory.hierarchy import Hierarchy
-from kvpolicy.memory.hot_cache import HotCache, keep_order
+from kvpolicy.memory.hot_cache import HotCache, Load, keep_order
 from kvpolicy.memory.layout import Layout, StoreLayout
 from kvpolicy.memory.rule import CacheRule
 from kvpolicy.memory.segments import Segment
+from kvpolicy.memory.tables import StoreTables
 
 CPU = torch.device("cpu")
 RECORD_BYTES = 48
@@ -43,12 +45,45 @@ def small_frames() -> StoreLayout:
         record=dataclasses.replace(store.record, per_frame=4),
         meta=dataclasses.replace(store.meta, per_frame=5),
         slot_map=dataclasses.replace(store.slot_map, per_frame=7),
+        key=dataclasses.replace(store.key, per_frame=12),
     )
 
 
 def truth_of(entries: int) -> Tensor:
     """One value per (entry, layer, column); records of different entries share none."""
     return torch.arange(entries * 12, dtype=torch.float32).view(entries, 2, 6) + 0.5
+
+
+SEAT = 1
+
+
+class Cache:
+    """One hot cache and its tables, as kernels and the hierarchy use them. map: its slot map."""
+
+    def __init__(self, arena: Arena, layout: StoreLayout, entries: int, name: str) -> None:
+        tokens = max(1, entries) * layout.store.tokens_per_entry
+        self.tables = StoreTables(arena, layout, 2, tokens)
+        row = self.tables.cache.map_frames[SEAT]
+        self.map = Table(arena, layout.slot_map, "map", row)
+        self.map.resize(entries)
+        self.hot = HotCache(arena, self.tables, SEAT, self.map, entries, entries, (1, "B"))
+        self.rule = RULES[name]
+
+    def resolve(self, wanted: Tensor, step: int, admit: bool, evict: bool = True) -> Resolved:
+        """Look ``wanted`` up; one row of padding beside it."""
+        asked = torch.cat([wanted, torch.tensor([PAD])])[None]
+        seats, may = torch.tensor([SEAT]), torch.tensor([admit])
+        found = resolve_batch(self.tables.cache, seats, asked, may, self.rule, step, evict)
+        return Resolved(found.location[0, :-1], found.missed[0, :-1])
+
+    def slots(self, wanted: Tensor) -> Tensor:
+        """Slots by the map; of a full cache, the entries."""
+        return wanted if self.hot.full else self.map.paged.get(wanted).long()
+
+    def write(self, locations: Tensor, records: Tensor) -> None:
+        view = self.tables.cache.records
+        per = view.shape[1]
+        view[locations // per, locations % per] = records
 
 
 class HotCacheMachine(RuleBasedStateMachine):
@@ -70,9 +105,8 @@ class HotCacheMachine(RuleBasedStateMachine):
         frames = self.layout.slot_map.frames(entries) + spare
         frames += self.layout.hot_frames(min(rows, entries), rows >= entries)
         self.arena = Arena(frames * FRAME, FRAME, CPU, poison=True)
-        self.map = Table(self.arena, self.layout.slot_map, "map")
-        self.map.resize(entries)
-        self.hot = HotCache(self.arena, self.layout, self.map, entries, RULES[name], (1, "B"))
+        self.cache = Cache(self.arena, self.layout, entries, name)
+        self.map, self.hot = self.cache.map, self.cache.hot
         self.name = name
         self.entries = entries
         self.committed = min(committed, entries)
@@ -80,14 +114,14 @@ class HotCacheMachine(RuleBasedStateMachine):
         self.step = 10
         self.slot: dict[int, int] = {}
         self.stamp: dict[int, int] = {}
-        self.hot.resize(rows, self.committed, self.fetch)
+        self.hot.resize(rows, self.committed, self.load)
         self.resized(rows, False, None)
 
     # --- model ---------------------------------------------------------------------------------
 
-    def fetch(self, entries: Tensor) -> Tensor:
+    def load(self, entries: Tensor, locations: Tensor) -> None:
         assert entries.numel() == 0 or int(entries.max()) < self.committed
-        return self.truth[entries]
+        self.cache.write(locations, self.truth[entries])
 
     def slots_now(self) -> dict[int, int]:
         """What the cache's own map says."""
@@ -129,33 +163,30 @@ class HotCacheMachine(RuleBasedStateMachine):
 
     # --- operations ----------------------------------------------------------------------------
 
-    @rule(data=st.data(), admits=st.sampled_from(["none", "some", "all"]))
-    def resolve(self, data: st.DataObject, admits: str) -> None:
+    @rule(data=st.data(), admit=st.booleans())
+    def resolve(self, data: st.DataObject, admit: bool) -> None:
         self.step += data.draw(st.integers(0, 8))
         entries = range(self.committed)
         wanted = sorted(data.draw(st.sets(st.sampled_from(entries)))) if self.committed else []
         asked = torch.tensor(wanted, dtype=torch.int64)
-        admit = None
-        if admits != "none":
-            mask = [admits == "all" or data.draw(st.booleans()) for _ in wanted]
-            admit = torch.tensor(mask, dtype=torch.bool)
         missing = [entry for entry in wanted if entry not in self.slot]
         assert self.hot.count_missing(asked) == len(missing)
-        found = self.hot.resolve(asked, self.step, admit)
+        found = self.cache.resolve(asked, self.step, admit)
         assert asked[found.missed].tolist() == missing
-        kept = found.slot >= 0
-        assert found.slot[kept].unique().numel() == int(kept.sum())
+        kept = found.location >= 0
+        assert found.location[kept].unique().numel() == int(kept.sum())
         hits = [entry for entry in wanted if entry in self.slot]
-        if admit is not None and not self.hot.full:
-            if self.hot.rule.touch:
+        if admit and not self.hot.full:
+            if self.cache.rule.touch:
                 self.stamp.update(dict.fromkeys(hits, stamp_of(self.step, hit=True)))
-            incoming = [e for e in asked[admit].tolist() if e not in self.slot]
-            self.admit(incoming, keep=set(wanted))
+            self.admit(missing, keep=set(wanted))
         assert set(hits) <= self.slot.keys()  # what is wanted is never evicted by its own call
-        assert found.slot.tolist() == [self.slot.get(entry, -1) for entry in wanted]
+        slots = self.cache.slots(asked)
+        assert slots.tolist() == [self.slot.get(entry, -1) for entry in wanted]
+        assert torch.equal(found.location[kept], self.hot.locate(slots[kept]))
         loaded = found.missed & kept
         if bool(loaded.any()):
-            self.hot.write(found.slot[loaded], self.truth[asked[loaded]])
+            self.cache.write(found.location[loaded], self.truth[asked[loaded]])
 
     @rule(count=st.integers(1, 8), evict=st.booleans())
     def append(self, count: int, evict: bool) -> None:
@@ -163,12 +194,16 @@ class HotCacheMachine(RuleBasedStateMachine):
         self.step += 1
         new = list(range(self.committed, min(self.committed + count, self.entries)))
         self.committed += len(new)
-        self.hot.append(torch.tensor(new, dtype=torch.int64), self.truth[new], self.step, evict)
+        asked = torch.tensor(new, dtype=torch.int64)
+        found = self.cache.resolve(asked, self.step, admit=True, evict=evict)
+        kept = found.location >= 0
+        self.cache.write(found.location[kept], self.truth[asked[kept]])
         if self.hot.full:
+            assert bool(kept.all())
             self.slot.update((entry, entry) for entry in new)
             return
         room = self.hot.capacity if evict else len(self.free_slots())
-        self.admit(new[len(new) - min(room, len(new)) :], keep=set())
+        self.admit(new[:room], keep=set())
 
     @rule(rows=st.integers(0, 44), data=st.data())
     def resize(self, rows: int, data: st.DataObject) -> None:
@@ -182,11 +217,11 @@ class HotCacheMachine(RuleBasedStateMachine):
         grows = full or not (self.hot.full or rows <= self.hot.capacity)
         if grows and not (full and self.hot.full) and needed > self.arena.frames.free:
             with pytest.raises(CapacityError, match="device memory"):
-                self.hot.resize(rows, self.committed, self.fetch, recent)
+                self.hot.resize(rows, self.committed, self.load, recent)
             after = (self.hot.capacity, self.hot.full, self.arena.frames.used, self.slots_now())
             assert after == before
             return
-        self.hot.resize(rows, self.committed, self.fetch, recent)
+        self.hot.resize(rows, self.committed, self.load, recent)
         self.resized(rows, before[1], recent)
 
     def resized(self, rows: int, was_full: bool, recent: Tensor | None) -> None:
@@ -222,7 +257,7 @@ class HotCacheMachine(RuleBasedStateMachine):
         entries = range(self.committed)
         chosen = data.draw(st.sets(st.sampled_from(entries), max_size=most)) if most else set()
         asked = torch.tensor(sorted(chosen), dtype=torch.int64)
-        self.hot.seed(asked, self.truth[asked], self.step)
+        self.hot.seed(asked, self.load, self.step)
         self.slot = {entry: slot for slot, entry in enumerate(sorted(chosen))}
         self.stamp = dict.fromkeys(chosen, stamp_of(self.step, hit=False))
 
@@ -274,68 +309,74 @@ TestHotCacheMachine.settings = settings(
 # --- one at a time -------------------------------------------------------------------------------
 
 
-def cache_with(entries: list[int], capacity: int, committed: int = 30) -> tuple[HotCache, Tensor]:
+def cache_with(entries: list[int], capacity: int, committed: int = 30) -> tuple[Cache, Tensor]:
     """A mapped LRU cache over 40 entries that holds these, and the truth."""
-    layout = small_frames()
-    arena = Arena(40 * FRAME, FRAME, CPU, poison=True)
-    slot_map = Table(arena, layout.slot_map, "map")
-    slot_map.resize(40)
-    hot = HotCache(arena, layout, slot_map, 40, RULES["lru"], (1, "B"))
+    cache = Cache(Arena(40 * FRAME, FRAME, CPU, poison=True), small_frames(), 40, "lru")
     truth = truth_of(40)
-    hot.resize(capacity, committed, lambda e: truth[e])
-    hot.seed(torch.tensor(entries), truth[entries], step=1)
-    return hot, truth
+    cache.hot.resize(capacity, committed, loader(cache, truth))
+    cache.hot.seed(torch.tensor(entries, dtype=torch.int64), loader(cache, truth), step=1)
+    return cache, truth
+
+
+def loader(cache: Cache, truth: Tensor) -> Load:
+    return lambda entries, locations: cache.write(locations, truth[entries])
 
 
 def test_a_look_up_changes_nothing() -> None:
-    """admit=None: no stamp, no slot, no eviction; missing entries are reported absent."""
-    hot, truth = cache_with([3, 5, 8], capacity=3)
-    before = hot._meta.paged.prefix(3)
-    found = hot.resolve(torch.tensor([3, 4, 8]), 7, admit=None)
-    assert found.slot.tolist() == [0, -1, 2]
-    assert torch.equal(hot._meta.paged.prefix(3), before)
-    hot.check_integrity(30, truth)
+    """admit False: no stamp, no slot, no eviction; missing entries are reported absent."""
+    cache, truth = cache_with([3, 5, 8], capacity=3)
+    before = cache.hot._meta.paged.prefix(3)
+    wanted = torch.tensor([3, 4, 8])
+    found = cache.resolve(wanted, 7, admit=False)
+    assert cache.slots(wanted).tolist() == [0, -1, 2]
+    assert found.missed.tolist() == [False, True, False] and int(found.location[1]) == -1
+    assert torch.equal(cache.hot._meta.paged.prefix(3), before)
+    cache.hot.check_integrity(30, truth)
 
 
 def test_no_victim_comes_from_the_union() -> None:
     """A call that wants more than the capacity evicts nothing that it wants; the rest is absent."""
-    hot, _ = cache_with([3, 5, 8], capacity=3)
+    cache, _ = cache_with([3, 5, 8], capacity=3)
     wanted = torch.tensor([1, 3, 4, 8, 9])
-    found = hot.resolve(wanted, 7, torch.ones(5, dtype=torch.bool))
-    assert found.slot.tolist() == [1, 0, -1, 2, -1]  # entry 1 took the slot of 5
+    found = cache.resolve(wanted, 7, admit=True)
+    assert cache.slots(wanted).tolist() == [1, 0, -1, 2, -1]  # entry 1 took the slot of 5
+    assert (found.location >= 0).tolist() == [True, True, False, True, False]
     assert found.missed.tolist() == [True, False, True, False, True]
-    assert hot.count_missing(torch.tensor([5])) == 1
+    assert cache.hot.count_missing(torch.tensor([5])) == 1
 
 
 def test_a_cache_without_slots_misses_everything() -> None:
-    hot, truth = cache_with([], capacity=0)
-    wanted = torch.tensor([0, 29])
-    found = hot.resolve(wanted, 3, torch.ones(2, dtype=torch.bool))
-    assert found.slot.tolist() == [-1, -1] and bool(found.missed.all())
-    hot.append(torch.tensor([30]), truth[30:31], 4, evict=True)
-    assert hot.num_frames == 0
-    hot.check_integrity(31, truth)
+    cache, truth = cache_with([], capacity=0)
+    for wanted in (torch.tensor([0, 29]), torch.tensor([30])):
+        found = cache.resolve(wanted, 3, admit=True)
+        assert bool((found.location == -1).all()) and bool(found.missed.all())
+    assert cache.hot.num_frames == 0
+    cache.hot.check_integrity(31, truth)
 
 
 @pytest.mark.parametrize("capacity", [3, 4, 5, 7, 8, 9, 15, 16, 17])
 def test_capacities_around_frame_boundaries(capacity: int) -> None:
     """Every slot of a cache of any size holds its record, also after it is resized by one."""
-    hot, truth = cache_with(list(range(capacity)), capacity)
+    cache, truth = cache_with(list(range(capacity)), capacity)
+    hot = cache.hot
     for rows in (capacity + 1, capacity, capacity - 1):
-        hot.resize(rows, 30, lambda e: truth[e])
+        hot.resize(rows, 30, loader(cache, truth))
         hot.check_integrity(30, truth)
         assert hot.num_frames == -(-rows // 4) + -(-rows // 5)
     assert hot.count_missing(torch.arange(capacity)) == 1
 
 
-@pytest.mark.parametrize("damage", ["row", "map", "slot", "doubled", "early", "full row"])
+@pytest.mark.parametrize(
+    "damage", ["row", "map", "slot", "doubled", "early", "full row", "capacity", "form"]
+)
 def test_integrity_check_sees(damage: str) -> None:
-    """Each kind of contradiction between rows, map and slots is reported."""
-    hot, truth = cache_with([3, 5, 8], capacity=4)
+    """Each kind of contradiction between rows, map, slots and the kernels' tables is reported."""
+    cache, truth = cache_with([3, 5, 8], capacity=4)
+    hot = cache.hot
     hot.check_integrity(30, truth)
     committed = 30
     if damage == "row":
-        hot.write(torch.tensor([1]), truth[6:7])
+        cache.write(hot.locate(torch.tensor([1])), truth[6:7])
     elif damage == "map":
         hot._map.paged.put(torch.tensor([5]), torch.tensor([-1]))
     elif damage == "slot":
@@ -344,20 +385,25 @@ def test_integrity_check_sees(damage: str) -> None:
         hot._map.paged.put(torch.tensor([6]), torch.tensor([1]))
     elif damage == "early":
         committed = 8
+    elif damage == "capacity":
+        cache.tables.cache.capacity[SEAT] = 3
+    elif damage == "form":
+        cache.tables.cache.full[SEAT] = True
     else:
-        hot.resize(40, 30, lambda e: truth[e])
+        hot.resize(40, 30, loader(cache, truth))
         hot.check_integrity(30, truth)
-        hot.write(torch.tensor([29]), truth[0:1])
+        cache.write(hot.locate(torch.tensor([29])), truth[0:1])
     with pytest.raises(IntegrityError):
         hot.check_integrity(committed, truth)
 
 
 def test_rows_are_compared_by_bits() -> None:
     """A NaN that the model wrote equals itself; a zero of the other sign does not."""
-    hot, truth = cache_with([3], capacity=2)
+    cache, truth = cache_with([3], capacity=2)
+    hot = cache.hot
     odd = truth.clone()
     odd[3, 0, :2] = torch.tensor([float("nan"), 0.0])
-    hot.write(torch.tensor([0]), odd[3:4])
+    cache.write(hot.locate(torch.tensor([0])), odd[3:4])
     hot.check_integrity(30, odd)
     odd[3, 0, 1] = -0.0
     with pytest.raises(IntegrityError, match="differs from the host"):

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = ["gymnasium", "stable_baselines3", "tensorboard", "triton", "transformers"]
+HEAVY = [
+    *("gymnasium", "stable_baselines3", "tensorboard", "matplotlib"),
+    *("triton", "transformers"),
+]
 
 # As on a machine where triton was never installed: every search for it finds nothing.
 HIDE_TRITON = """

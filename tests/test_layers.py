@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RANK = {
     "errors": 0,
     "yaml_values": 1,
+    "plugins": 1,
+    "evictions": 2,
     "telemetry": 1,
     "geometry": 2,
     "memory": 3,
@@ -29,6 +31,7 @@ RANK = {
     "config": 6,
     "sampling": 6,
     "engine": 7,
+    "workloads": 7,
     "": 8,
     "cli": 9,
     "__main__": 10,
@@ -54,6 +57,7 @@ ONLY_IN = {
     "gymnasium": {"kvpolicy.env", "kvpolicy.agents"},
     "stable_baselines3": {"kvpolicy.agents"},
     "triton": {"kvpolicy.kernels"},
+    "matplotlib": {"kvpolicy"},
     "transformers": set(),
 }
 

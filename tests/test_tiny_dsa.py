@@ -14,6 +14,7 @@ from heldout import pieces
 from results import keep
 
 from kvpolicy.geometry.presets import from_hf_config, preset
+from kvpolicy.kernels.ops import ReferenceOps
 from kvpolicy.kernels.tiling import Tiling
 from kvpolicy.models.checkpoint import checkpoint_folder
 from kvpolicy.models.glm_dsa import GlmDsa
@@ -127,12 +128,12 @@ def test_its_operations_keep_their_bits_in_any_batch(
     model: DecodeModel, tiles: int, keys: int
 ) -> None:
     """The self-check made at load, at larger sizes and with all threads."""
-    assert isinstance(model, GlmDsa)
+    assert isinstance(model, GlmDsa) and isinstance(model.ops, ReferenceOps)
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count() or 1)
     try:
-        plain = model._probe(Tiling(), 0, tiles, keys)
-        chosen = model._probe(model.tiling, 7, tiles, keys)
+        plain = model._probe_tiling(Tiling(), 0, tiles, keys)
+        chosen = model._probe_tiling(model.ops.tiling, 7, tiles, keys)
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in zip(plain, chosen, strict=True))

@@ -114,13 +114,14 @@ def clock_victims(
 ) -> tuple[Rows, int]:
     """Slots [<= count] that a sweep from the hand takes, and the new hand; used: last-use steps.
 
-    Lap 1 spares slots used within CLOCK_SPARE_STEPS steps, lap 2 takes any candidate.
+    Lap 1 spares slots used within CLOCK_SPARE_STEPS steps, lap 2 takes any candidate. The slots come
+    in ascending order, as kvpolicy gives them to new rows.
     """
     turn = (hand + np.arange(len(used))) % len(used)
     turn = turn[candidate[turn]]
     old = step - used[turn] >= CLOCK_SPARE_STEPS
     taken = np.concatenate([turn[old], turn[~old]])[:count]
-    return taken, int(taken[-1] + 1) % len(used) if len(taken) else hand
+    return np.sort(taken), int(taken[-1] + 1) % len(used) if len(taken) else hand
 
 
 def simulate_clock(trace: Trace, first: int, capacity: int, counted: int) -> int:
@@ -138,7 +139,7 @@ def simulate_clock(trace: Trace, first: int, capacity: int, counted: int) -> int
             missing = len(rows) - len(room)
             victims, hand = clock_victims(used, candidate, missing, step, hand)
             slot_of[slot_row[victims]] = -1
-            room = np.concatenate([room, victims])
+            room = np.concatenate([room, np.sort(victims)])
         placed = rows[: len(room)]
         slot_row[room], slot_of[placed], used[room] = placed, room, step
 

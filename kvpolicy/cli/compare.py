@@ -1,4 +1,4 @@
-"""`kvpolicy compare`: the same prompts under several controllers, with the same memory to use."""
+"""`kvpolicy compare`: the same load under several controllers, with the same memory to use."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import typer
 
+from kvpolicy.cli.bound import bound_table, search
+from kvpolicy.cli.logs import check_logdir, write_logs
 from kvpolicy.cli.options import Options, takes
 from kvpolicy.cli.output import (
     Column,
@@ -21,11 +23,12 @@ from kvpolicy.cli.output import (
     warn,
     write_text,
 )
-from kvpolicy.cli.prompts import read_prompts
-from kvpolicy.cli.run import Decoded, decode, finish
+from kvpolicy.cli.phases import legend, phase_table
+from kvpolicy.cli.run import Decoded, Task, decode, finish, task_of
 from kvpolicy.cli.settings import resolve
-from kvpolicy.config import EngineConfig, SamplingParams
+from kvpolicy.config import EngineConfig
 from kvpolicy.errors import UserError
+from kvpolicy.telemetry.slo import Slo
 
 __all__ = ["DEFAULT_CONTROLLERS", "Comparison", "compare_controllers"]
 
@@ -43,7 +46,7 @@ COLUMNS: tuple[Column, ...] = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs of the same prompts; `differences` holds one line per controller that deviates."""
+    """Runs of the same task; `differences` holds one line per controller that deviates."""
 
     controllers: tuple[str, ...]
     runs: tuple[Decoded, ...]
@@ -54,9 +57,28 @@ class Comparison:
         return not self.differences
 
     @property
+    def compared(self) -> int:
+        """Requests that every run has served. Where a load is kept at a level, a controller under
+        which requests end sooner is given more of them."""
+        return min(len(run.outputs) for run in self.runs)
+
+    @property
     def failed(self) -> list[int]:
         """Ids of requests that ended in an error under any controller."""
         return sorted({request for run in self.runs for request in run.failed})
+
+    @property
+    def labelled(self) -> dict[str, Decoded]:
+        """The runs by controller; one that is named again gets a number."""
+        found: dict[str, Decoded] = {}
+        for name, run in zip(self.controllers, self.runs, strict=True):
+            again = sum(label.partition(" #")[0] == name for label in found)
+            found[f"{name} #{again + 1}" if again else name] = run
+        return found
+
+    @property
+    def counts_steps(self) -> bool:
+        return bool(self.runs[0].record["config"]["clock"] == "steps")
 
     def table(self) -> str:
         """One row per controller, the outputs' verdict last."""
@@ -70,7 +92,12 @@ class Comparison:
         ]
         return table(["controller", *(heading for heading, _ in COLUMNS), "outputs"], rows)
 
-    def to_dict(self, fingerprint: bool) -> dict[str, Any]:
+    def phases(self, slo: Slo | None) -> str:
+        """One block per phase of the workload, one row per controller; what the columns mean."""
+        runs = {label: run.phases for label, run in self.labelled.items()}
+        return phase_table(runs, self.counts_steps) + legend(slo, self.counts_steps)
+
+    def to_dict(self, fingerprint: bool, under_load: bool = False) -> dict[str, Any]:
         results = [
             {
                 "controller": name,
@@ -78,22 +105,27 @@ class Comparison:
                 "requests": run.requests(fingerprint),
                 "metrics": run.metrics,
                 "outputs_equal": name not in self.differences,
+                **(run.load() if under_load else {}),
             }
             for name, run in zip(self.controllers, self.runs, strict=True)
         ]
         record = {**self.runs[0].record, "controllers": list(self.controllers)}
-        return {"results": results, "outputs_equal": self.equal, "record": record}
+        return {
+            "results": results,
+            "outputs_equal": self.equal,
+            "requests_compared": self.compared,
+            "record": record,
+        }
 
 
 def compare_controllers(
     config: EngineConfig,
     controllers: Sequence[str],
-    prompts: Sequence[bytes],
-    sampling: SamplingParams,
+    task: Task,
     before: Callable[[int, str], None] = lambda index, name: None,
     after: Callable[[int, Decoded], None] = lambda index, run: None,
 ) -> Comparison:
-    """Run the prompts under each controller in turn; tokens and logits must agree bit for bit.
+    """Run the task under each controller in turn; tokens and logits must agree bit for bit.
 
     Every name is resolved before the first run. The first controller is what the others are
     compared with. before and after are told of each run.
@@ -105,21 +137,33 @@ def compare_controllers(
     runs: list[Decoded] = []
     for index, name in enumerate(controllers):
         before(index, name)
-        settings = EngineConfig(**{**config.model_dump(by_alias=True), "controller": name})
+        settings = under(config, name)
         try:
-            runs.append(decode(settings, prompts, sampling, f"{index + 1}/{len(controllers)}"))
+            runs.append(decode(settings, task, f"{index + 1}/{len(controllers)}"))
         except UserError as error:
             raise UserError(f"controller {name!r}: {error}") from None
         after(index, runs[-1])
+    return comparison_of(controllers, runs, task.workload.closed)
+
+
+def under(config: EngineConfig, controller: str) -> EngineConfig:
+    """The same settings with another controller."""
+    return EngineConfig(**{**config.model_dump(by_alias=True), "controller": controller})
+
+
+def comparison_of(controllers: Sequence[str], runs: Sequence[Decoded], closed: bool) -> Comparison:
+    """The runs with what each differs in from the first. closed: they may differ in how many
+    requests they served."""
     pairs = zip(controllers, runs, strict=True)
-    found = ((name, first_difference(runs[0], run)) for name, run in pairs)
+    found = ((name, first_difference(runs[0], run, closed)) for name, run in pairs)
     differences = {name: text for name, text in found if text}
     return Comparison(tuple(controllers), tuple(runs), differences)
 
 
-def first_difference(reference: Decoded, other: Decoded) -> str | None:
-    """Where two runs of the same prompts part, or None when they are bitwise equal."""
-    for index, (a, b) in enumerate(zip(reference.outputs, other.outputs, strict=True)):
+def first_difference(reference: Decoded, other: Decoded, closed: bool = False) -> str | None:
+    """Where two runs of the same requests part, or None when they are bitwise equal (closed: as far
+    as both have served them)."""
+    for index, (a, b) in enumerate(zip(reference.outputs, other.outputs, strict=not closed)):
         if a.tokens != b.tokens:
             pairs = enumerate(zip(a.tokens, b.tokens, strict=False))
             shorter = min(len(a.tokens), len(b.tokens))
@@ -142,7 +186,7 @@ def report_differences(comparison: Comparison) -> None:
 
 @takes(Options)
 def compare_command(options: Options) -> None:
-    """Run the same prompts under several controllers, each with the same memory to use.
+    """Run the same prompts, or the same --workload, under several controllers with equal memory.
 
     Repeat --controller for one row each (resident and hisparse when none is given). A policy may
     change speed and memory, never the output: tokens and logits are compared bit for bit, and
@@ -150,15 +194,47 @@ def compare_command(options: Options) -> None:
     """
     check_output(options.output)
     settings = resolve(options)
-    prompts = read_prompts(
-        options.prompts or (), options.prompt_file or (), bos=settings.engine.bos
-    )
-    comparison = compare_controllers(
-        settings.engine, settings.controllers or DEFAULT_CONTROLLERS, prompts, settings.sampling
-    )
-    document = comparison.to_dict(options.fingerprint)
+    task = task_of(options, settings)
+    check_logdir(options.logdir)
+    controllers = settings.controllers or DEFAULT_CONTROLLERS
+    if settings.tpot_bound is not None:
+        compare_at_bound(options, settings.engine, task, controllers, settings.tpot_bound)
+        return
+    comparison = compare_controllers(settings.engine, controllers, task)
+    document = comparison.to_dict(options.fingerprint, under_load=task.named)
     emit_json(document, to_stdout=options.as_json, path=options.output)
     if not options.as_json:
-        write_text(comparison.table())
+        under_load = f"{comparison.phases(task.slo)}\n" if task.named else ""
+        write_text(under_load + comparison.table())
+    write_logs(options.logdir, comparison.labelled, task, quiet=options.as_json)
+    report_differences(comparison)
+    finish(comparison.failed)
+
+
+def compare_at_bound(
+    options: Options, config: EngineConfig, task: Task, controllers: Sequence[str], bound: float
+) -> None:
+    """Report what each controller sustains within a bound on the time per token."""
+    from kvpolicy.controllers import make
+
+    for name in controllers:
+        make(name)
+    found = []
+    for index, name in enumerate(controllers):
+        try:
+            label = f"{index + 1}/{len(controllers)}"
+            found.append(search(under(config, name), task, bound, label))
+        except UserError as error:
+            raise UserError(f"controller {name!r}: {error}") from None
+    runs, bounds = [run for run, _ in found], [bound for _, bound in found]
+    comparison = comparison_of(controllers, runs, closed=True)
+    document = comparison.to_dict(options.fingerprint, under_load=True)
+    for result, each in zip(document["results"], bounds, strict=True):
+        result["bound"] = each.to_dict()
+    emit_json(document, to_stdout=options.as_json, path=options.output)
+    if not options.as_json:
+        equal = [name not in comparison.differences for name in controllers]
+        write_text(bound_table(controllers, bounds, equal, comparison.counts_steps))
+    write_logs(options.logdir, comparison.labelled, task, quiet=options.as_json)
     report_differences(comparison)
     finish(comparison.failed)

@@ -1,4 +1,4 @@
-"""`kvpolicy demo`: the same held-out text under three ways to hold the cache, one output."""
+"""`kvpolicy demo`: one load step under every way to hold the cache, and one output."""
 
 from __future__ import annotations
 
@@ -6,57 +6,63 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvpolicy.cli.compare import Comparison, compare_controllers, report_differences
+from kvpolicy.cli.logs import check_logdir, write_logs
 from kvpolicy.cli.output import check_output, emit_json, printable, write_text
-from kvpolicy.cli.run import Decoded, finish
+from kvpolicy.cli.run import Decoded, Task, finish
 from kvpolicy.config import EngineConfig, SamplingParams
-from kvpolicy.errors import KvPolicyError
+from kvpolicy.telemetry.slo import Slo
 
-__all__ = ["CONTROLLERS", "DemoPrompt", "demo_command", "demo_prompts"]
+__all__ = ["CONTROLLERS", "LOADS", "Load", "demo_command", "demo_controllers"]
 
-# Everything on the device, twice the top-k of the model (256 rows), and just one top-k of it.
-CONTROLLERS = ("resident", "hisparse", "hisparse:device_buffer_rows=128")
+CONTROLLERS = ("resident", "hisparse", "hybrid", "adaptive")
+"""Told in this order, those of them that are registered."""
 
-_PROMPTS = 4
-_SMALLEST, _LARGEST = 2048, 3072  # bytes: long enough that a cache of 256 rows misses
-_SKIP = 4096  # bytes at the head of each file: licences and imports
 _TAIL_CHARACTERS = 240
 _RULE_WIDTH = 72
-_LEGEND = (
-    "fetched: rows copied from host memory for attention; optional: MiB of rows kept on the device "
-    "beyond\nwhat decoding needs (mean); tokens/s includes the prompts, and on a CPU says little."
-)
 
 
 @dataclass(frozen=True)
-class DemoPrompt:
-    """A piece of a text that the embedded model was not trained on."""
+class Load:
+    """A load step that shows the difference. low, high: requests at a time. duration: steps of each
+    phase. device_kv_mib: holds the whole history of ``low`` requests, and of ``high`` requests
+    what hisparse keeps."""
 
-    source: str
-    content: bytes
+    low: int
+    high: int
+    duration: int
+    prompt_bytes: str
+    output_tokens: int
+    device_kv_mib: float
+    prefill_chunk: int
+    ttft_steps: int  # bound that goodput counts
+
+    @property
+    def uri(self) -> str:
+        """The workload; its prompts are cut from texts that the model was not trained on."""
+        return (
+            f"synthetic:step?low={self.low}&high={self.high}&duration={self.duration}"
+            f"&prompt_bytes={self.prompt_bytes}&text=heldout"
+        )
 
 
-def demo_prompts() -> list[DemoPrompt]:
-    """Whole lines from the middle of four held-out files, 2 to 3 KB each."""
-    folder = files("kvpolicy.models").joinpath("tiny_dsa", "heldout")
-    found = (f for f in folder.iterdir() if f.name.endswith(".txt"))
-    texts = sorted(found, key=lambda f: (".py" not in f.name, f.name))  # source code first
-    if len(texts) < _PROMPTS:
-        raise KvPolicyError(f"the installation lacks its held-out texts ({len(texts)} found)")
-    prompts = []
-    for i, text in enumerate(texts[:: len(texts) // _PROMPTS][:_PROMPTS]):
-        size = _SMALLEST + (_LARGEST - _SMALLEST) * i // (_PROMPTS - 1)
-        content = text.read_bytes()
-        start = content.index(b"\n", _SKIP) + 1
-        end = content.rindex(b"\n", start, start + size) + 1
-        prompts.append(DemoPrompt(text.name.removesuffix(".txt"), content[start:end]))
-    return prompts
+LOADS = {
+    # About 25 s for each controller on one core, three quarters of it reading prompts.
+    "cpu": Load(3, 10, 90, "500-900", 72, 17.0, 128, 60),
+    "cuda": Load(8, 64, 400, "3000-5000", 192, 220.0, 1024, 200),
+}
+
+
+def demo_controllers() -> list[str]:
+    """The controllers of the demo that this version has."""
+    from kvpolicy.controllers import names
+
+    return [name for name in CONTROLLERS if name in names()]
 
 
 def demo_command(
@@ -64,62 +70,97 @@ def demo_command(
         str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where to compute.")
     ] = "auto",
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", metavar="N", help="Tokens per prompt.")
-    ] = 96,
+        int | None,
+        typer.Option("--max-new-tokens", metavar="N", help="Tokens per request.", min=1),
+    ] = None,
+    logdir: Annotated[
+        Path,
+        typer.Option("--logdir", metavar="DIR", help="TensorBoard events, record and picture."),
+    ] = Path("runs/demo"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     output: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Also write the JSON to a file.")
     ] = None,
 ) -> None:
-    """Decode held-out text under three cache policies and check that the output is one.
+    """Send a load step through every cache policy and check that the output is one.
 
-    The whole history on the device, a small buffer of it, and a buffer of one selection: memory and
-    traffic differ, every token and every logit must not. Exit code 1 if one does.
+    Few requests, then many, then few, of held-out text and with the same memory: what each policy
+    keeps on the device, fetches and makes wait differs, every token and every logit must not. Exit
+    code 1 if one does.
     """
     check_output(output)
-    prompts = demo_prompts()
-    settings: dict[str, Any] = {"model": "tiny-dsa", "device": device}
-    config = EngineConfig(**settings)
-    sampling = SamplingParams(max_new_tokens=max_new_tokens)
+    config = EngineConfig(device=device)
+    load = LOADS[_device(device)]
+    config = _config(config, load)
+    task = _task(load, max_new_tokens)
+    check_logdir(logdir)
 
     def say(text: str) -> None:
         typer.echo(text, err=as_json)
 
-    before, after = _phases(say)
-    total = sum(len(prompt.content) for prompt in prompts)
-    say(f"tiny-dsa, {len(prompts)} prompts of held-out text, {total:,} bytes, greedy decoding")
-    contents = [prompt.content for prompt in prompts]
-    comparison = compare_controllers(config, CONTROLLERS, contents, sampling, before, after)
-    emit_json(_document(comparison, prompts), to_stdout=as_json, path=output)
+    say(
+        f"tiny-dsa, {load.low}, {load.high}, {load.low} requests at a time for {load.duration} engine "
+        f"steps each, {config.device_kv_mib:g} MiB for KV"
+    )
+    controllers = demo_controllers()
+    before, after = _progress(say, len(controllers))
+    comparison = compare_controllers(config, controllers, task, before, after)
+    emit_json(_document(comparison), to_stdout=as_json, path=output)
     if not as_json:
-        _print_continuation(prompts[0], comparison.runs[0])
-        write_text(f"\n{comparison.table()}\n{_LEGEND}\n")
+        _print_continuation(next(task.workload.requests()).prompt, comparison.runs[0])
+        write_text(f"\n{comparison.phases(task.slo)}\n")
     say(verdict(comparison))
+    write_logs(logdir, comparison.labelled, task, quiet=as_json)
     report_differences(comparison)
     finish(comparison.failed)
 
 
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _config(config: EngineConfig, load: Load) -> EngineConfig:
+    values = {
+        "clock": "steps",
+        "device_kv_mib": load.device_kv_mib,
+        "max_concurrency": load.high,
+        "prefill_chunk": load.prefill_chunk,
+    }
+    return EngineConfig(**{**config.model_dump(by_alias=True), **values})
+
+
+def _task(load: Load, max_new_tokens: int | None) -> Task:
+    from kvpolicy.workloads import make
+
+    tokens = load.output_tokens if max_new_tokens is None else max_new_tokens
+    workload = make(load.uri, "steps", output_tokens=tokens)
+    return Task(workload, SamplingParams(), Slo(ttft=load.ttft_steps / 1e3))
+
+
 def verdict(comparison: Comparison) -> str:
     """The line that the demo is about. Each generated token was decided by one row of logits."""
-    first = comparison.runs[0].outputs
+    first = comparison.runs[0].outputs[: comparison.compared]
     tokens = sum(len(output.tokens) for output in first)
-    digest = fingerprint(comparison.runs[0])
+    digest = fingerprint(comparison)
     answer = "yes" if comparison.equal else "NO"
     return (
-        f"outputs bit-identical: {answer} ({tokens:,} tokens, "
-        f"{tokens * len(comparison.runs):,} logit rows of {len(comparison.runs)} runs, "
-        f"sha256 {digest[:16]})"
+        f"outputs bit-identical: {answer} ({len(first)} requests x {len(comparison.runs)} controllers, "
+        f"{tokens * len(comparison.runs):,} logit rows, sha256 {digest[:16]})"
     )
 
 
-def fingerprint(run: Decoded) -> str:
-    """One SHA-256 over the logits fingerprints of all requests, in order."""
-    joined = "".join(output.logits_sha256 for output in run.outputs)
-    return hashlib.sha256(joined.encode()).hexdigest()
+def fingerprint(comparison: Comparison) -> str:
+    """One SHA-256 over the logits fingerprints of the requests that every run served, in order."""
+    outputs = comparison.runs[0].outputs[: comparison.compared]
+    return hashlib.sha256("".join(o.logits_sha256 for o in outputs).encode()).hexdigest()
 
 
-def _phases(
-    say: Callable[[str], None],
+def _progress(
+    say: Callable[[str], None], total: int
 ) -> tuple[Callable[[int, str], None], Callable[[int, Decoded], None]]:
     """Lines around each run, for terminals and logs alike."""
     started = 0.0
@@ -127,35 +168,34 @@ def _phases(
     def before(index: int, name: str) -> None:
         nonlocal started
         started = time.monotonic()
-        say(f"[{index + 1}/{len(CONTROLLERS)}] {name} ...")
+        say(f"[{index + 1}/{total}] {name} ...")
 
     def after(index: int, run: Decoded) -> None:
         tokens = sum(len(output.tokens) for output in run.outputs)
-        say(f"      {tokens:,} tokens in {time.monotonic() - started:.1f} s")
+        seconds = time.monotonic() - started
+        say(f"      {len(run.outputs)} requests, {tokens:,} tokens in {seconds:.1f} s")
 
     return before, after
 
 
-def _document(comparison: Comparison, prompts: list[DemoPrompt]) -> dict[str, Any]:
+def _document(comparison: Comparison) -> dict[str, Any]:
     return {
-        **comparison.to_dict(fingerprint=True),
-        "prompts": [{"source": p.source, "bytes": len(p.content)} for p in prompts],
+        **comparison.to_dict(fingerprint=True, under_load=True),
         "bit_identical": comparison.equal,
-        "logits_sha256": fingerprint(comparison.runs[0]),
+        "logits_sha256": fingerprint(comparison),
     }
 
 
-def _print_continuation(prompt: DemoPrompt, run: Decoded) -> None:
-    """The end of the prompt, dimmed, and what the model wrote after it, highlighted."""
+def _print_continuation(prompt: bytes, run: Decoded) -> None:
+    """The end of the first prompt, dimmed, and what the model wrote after it, highlighted."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    tail = prompt.content.decode(errors="replace")[-_TAIL_CHARACTERS:]
+    tail = prompt.decode(errors="replace")[-_TAIL_CHARACTERS:]
     tail = tail[tail.find("\n") + 1 :]
-    console.print(Text(_rule(f"end of the prompt ({prompt.source})"), style="dim"))
-    console.print(Text(printable(tail).rstrip("\n"), style="dim"))
-    console.print(Text(_rule("continuation"), style="dim"))
+    console.print(Text(_rule("end of the first prompt"), style="dim"))
+    console.print(Text(printable(tail), style="dim"), end="")
     console.print(Text(printable(run.outputs[0].text), style="bold green"))
     console.print(Text("-" * _RULE_WIDTH, style="dim"))
 

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from kvpolicy.cli.output import check_output, emit_json, write_text
+from kvpolicy import evictions, workloads
+from kvpolicy.cli.output import check_output, emit_json, warn, write_text
+from kvpolicy.controllers.registry import ControllerInfo
+from kvpolicy.controllers.registry import catalogue as controller_catalogue
+from kvpolicy.evictions import EvictionInfo
 from kvpolicy.geometry.hf_config import EMBEDDED
-from kvpolicy.memory.rule import EVICTIONS
+from kvpolicy.geometry.presets import preset, preset_names
 
-__all__ = ["DESCRIPTIONS", "list_command", "listing"]
+__all__ = ["list_command", "listing"]
 
-DESCRIPTIONS = {
-    "clock": "a sweep that spares recently used rows once (the default, unless a controller has its own)",
-    "lru": "the row unused for longest",
-    "fifo": "the row loaded first, used or not",
-    "random": "any row, by a counter-based draw",
-}
-Entry = dict[str, str]
+Entry = dict[str, Any]
 
 
-def listing() -> dict[str, list[Entry]]:
-    """Every kind of name with one line about each."""
-    from kvpolicy.controllers import describe
-    from kvpolicy.geometry.presets import preset, preset_names
-
+def listing() -> tuple[dict[str, list[Entry]], tuple[str, ...]]:
+    """Every kind of name with one line about each, and one line about each plug-in that is refused."""
+    controllers, no_controllers = controller_catalogue()
+    rules, no_rules = evictions.catalogue()
     models = [
         {
             "name": name,
@@ -36,14 +33,15 @@ def listing() -> dict[str, list[Entry]]:
         }
         for name in preset_names()
     ]
-    return {
-        "controllers": _entries(describe()),
-        "evictions": _entries([(name, DESCRIPTIONS[name]) for name in EVICTIONS]),
-        "drafters": _entries([("none", "one token per request and step")]),
+    found = {
+        "controllers": [_controller(info) for info in controllers],
+        "evictions": [_entry(info) for info in rules],
+        "drafters": [{"name": "none", "description": "one token per request and step"}],
         "models": models,
-        "workloads": [],
+        "workloads": [{"name": name, "description": text} for name, text in workloads.describe()],
         "environments": [],
     }
+    return found, tuple(dict.fromkeys((*no_controllers, *no_rules)))
 
 
 def list_command(
@@ -52,26 +50,69 @@ def list_command(
         Path | None, typer.Option("--output", metavar="FILE", help="Also write the JSON to a file.")
     ] = None,
 ) -> None:
-    """List controllers, evictions, drafters, models, workloads and environments."""
+    """List controllers, evictions, drafters, models, workloads and environments.
+
+    Under a controller stand the parameters of its spec with their defaults; plug-ins carry the name
+    of their distribution.
+    """
     check_output(output)
-    found = listing()
+    found, refused = listing()
     emit_json(found, to_stdout=as_json, path=output)
     if not as_json:
         write_text("\n".join(_section(kind, entries) for kind, entries in found.items()))
+    for line in refused:
+        warn(f"warning: {line}")
 
 
-def _entries(pairs: Sequence[tuple[str, str]]) -> list[Entry]:
-    return [{"name": name, "description": text} for name, text in pairs]
+def _entry(info: ControllerInfo | EvictionInfo) -> Entry:
+    """Keys distribution and problem only where there is one."""
+    entry = {"name": info.name, "description": info.description}
+    extra = {"distribution": info.distribution, "problem": info.problem}
+    return entry | {key: text for key, text in extra.items() if text}
+
+
+def _controller(info: ControllerInfo) -> Entry:
+    """parameters: name -> default, as JSON can say it; required: names without a default;
+    any_parameters: takes others too."""
+    entry = _entry(info)
+    entry["parameters"] = {name: _plain(value) for name, value in info.parameters.defaults.items()}
+    if info.parameters.required:
+        entry["required"] = list(info.parameters.required)
+    if info.parameters.any:
+        entry["any_parameters"] = True
+    return entry
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
 def _section(kind: str, entries: Sequence[Entry]) -> str:
     if not entries:
         return f"{kind}\n  none yet\n"
     width = max(len(entry["name"]) for entry in entries)
-    lines = (f"  {e['name'].ljust(width)}  {_about(e)}".rstrip() for e in entries)
-    return "\n".join([kind, *lines]) + "\n"
+    lines = [kind]
+    for entry in entries:
+        lines.append(f"  {entry['name'].ljust(width)}  {_about(entry)}".rstrip())
+        if parameters := _parameters(entry):
+            lines.append(f"  {'':{width}}  :{','.join(parameters)}")
+    return "\n".join(lines) + "\n"
+
+
+def _parameters(entry: Entry) -> list[str]:
+    """As a spec would set them, the defaults in YAML's spelling."""
+    words = {None: "null", True: "true", False: "false"}
+    named = [f"{name}=..." for name in entry.get("required", ())]
+    for name, value in entry.get("parameters", {}).items():
+        is_word = value is None or isinstance(value, bool)
+        named.append(f"{name}={words[value] if is_word else value}")
+    return named + ["..."] * entry.get("any_parameters", False)
 
 
 def _about(entry: Entry) -> str:
-    weights = f" [weights: {entry['weights']}]" if "weights" in entry else ""
-    return entry["description"] + weights
+    notes = ""
+    if "weights" in entry:
+        notes += f" [weights: {entry['weights']}]"
+    if "distribution" in entry and "problem" not in entry:
+        notes += f" [from {entry['distribution']}]"
+    return f"{entry['description']}{notes}"

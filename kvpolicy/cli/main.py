@@ -29,11 +29,12 @@ COMMANDS = {
     "demo": "kvpolicy.cli.demo:demo_command",
     "list": "kvpolicy.cli.listing:list_command",
     "info": "kvpolicy.cli.info:info_command",
+    "new": "kvpolicy.cli.new:app",
 }
 """Command name -> module:function, in the order of the help."""
 
 LATER = (
-    *("new", "bench", "record", "calibrate", "twin-gap", "check", "dashboard"),
+    *("bench", "record", "calibrate", "twin-gap", "check", "dashboard"),
     *("train", "evaluate", "export", "leaderboard", "serve", "load"),
 )
 """Names that are kept for commands of a later version."""

@@ -49,6 +49,7 @@ def _later(flag: str) -> Any:
 
 
 _WHAT, _MEMORY, _SAMPLE, _PROMPT = "Model and policy", "Memory", "Sampling", "Prompts and settings"
+_LOAD = "Load"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,7 @@ class Options:
         str | None, _option("--device", _WHAT, "Where to compute.", "auto|cpu|cuda")
     ] = None
     backend: Annotated[
-        str | None, _option("--backend", _WHAT, "Kernels to use.", "auto|reference")
+        str | None, _option("--backend", _WHAT, "Kernels to use.", "auto|reference|triton")
     ] = None
     dtype: Annotated[str | None, _option("--dtype", _WHAT, "Arithmetic.", "float32")] = None
     kv_dtype: Annotated[
@@ -101,11 +102,16 @@ class Options:
     ] = None
     controller: Annotated[
         list[str] | None,
-        _option("--controller", _WHAT, "NAME or NAME:key=value,... (kvpolicy list).", "SPEC"),
+        _option(
+            "--controller",
+            _WHAT,
+            "NAME or PATH.py:NAME, and :key=value,... (kvpolicy list; kvpolicy new controller).",
+            "SPEC",
+        ),
     ] = None
     eviction: Annotated[
         str | None,
-        _option("--eviction", _WHAT, "Eviction rule of the hot cache.", "clock|lru|fifo|random"),
+        _option("--eviction", _WHAT, "Eviction rule of the hot cache (kvpolicy list).", "NAME"),
     ] = None
     admission: Annotated[
         str | None, _option("--admission", _WHAT, "Which fetched rows may stay.", "all")
@@ -163,6 +169,29 @@ class Options:
         _option("--stop", _SAMPLE, "End where this text appears. Repeatable.", "TEXT"),
     ] = None
 
+    deadline_ms: Annotated[
+        float | None,
+        _option("--deadline-ms", _SAMPLE, "Cancel a request that is not done after this.", "MS"),
+    ] = None
+    workload: Annotated[
+        str | None,
+        _option("--workload", _LOAD, "synthetic:NAME?... or trace:NAME|PATH?...", "URI"),
+    ] = None
+    slo: Annotated[
+        str | None,
+        _option("--slo", _LOAD, "Latency bounds that goodput counts.", "tpot_ms=X,ttft_ms=Y"),
+    ] = None
+    tpot_bound_ms: Annotated[
+        float | None,
+        _option(
+            "--tpot-bound-ms", _LOAD, "compare: find the most requests at a time within it.", "X"
+        ),
+    ] = None
+    logdir: Annotated[
+        Path | None,
+        _option("--logdir", _LOAD, "TensorBoard events, record and picture of the run.", "DIR"),
+    ] = None
+
     fingerprint: Annotated[bool, _flag("--fingerprint", "Add logits_sha256 to every request.")] = (
         False
     )
@@ -175,10 +204,6 @@ class Options:
     verification: Annotated[str | None, _later("--verification")] = None
     num_draft_tokens: Annotated[int | None, _later("--num-draft-tokens")] = None
     shadow: Annotated[list[str] | None, _later("--shadow")] = None
-    workload: Annotated[str | None, _later("--workload")] = None
-    slo: Annotated[str | None, _later("--slo")] = None
-    tpot_bound_ms: Annotated[float | None, _later("--tpot-bound-ms")] = None
-    logdir: Annotated[Path | None, _later("--logdir")] = None
     layers: Annotated[int | None, _later("--layers")] = None
     dummy_weights: Annotated[bool | None, _later("--dummy-weights")] = None
 

@@ -93,32 +93,32 @@ def printable(text: str) -> str:
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Aligned columns, the first one left, the others right; turned when too wide to read."""
     lines = [list(headings), *map(list, rows)]
-    text = _aligned(lines)
+    text = aligned(lines)
     width = max(len(line) for line in text.splitlines())
     if sys.stdout.isatty() and len(rows) > 0 and width > get_terminal_size().columns:
-        turned = _aligned([list(line) for line in zip(*lines, strict=True)])
+        turned = aligned([list(line) for line in zip(*lines, strict=True)])
         return turned if max(map(len, turned.splitlines())) < width else text
     return text
 
 
 def count(key: str) -> Callable[[Mapping[str, Any]], str]:
     """The metric as a whole number."""
-    return lambda metrics: _shown(metrics.get(key), "{:,.0f}")
+    return lambda metrics: shown(metrics.get(key), "{:,.0f}")
 
 
 def decimal(key: str) -> Callable[[Mapping[str, Any]], str]:
     """The metric with one decimal."""
-    return lambda metrics: _shown(metrics.get(key), "{:,.1f}")
+    return lambda metrics: shown(metrics.get(key), "{:,.1f}")
 
 
 def percent(key: str) -> Callable[[Mapping[str, Any]], str]:
     """The ratio as percent."""
-    return lambda metrics: _shown(metrics.get(key), "{:.1%}")
+    return lambda metrics: shown(metrics.get(key), "{:.1%}")
 
 
 def mib(key: str) -> Callable[[Mapping[str, Any]], str]:
     """The bytes as MiB."""
-    return lambda metrics: _shown(metrics.get(key), "{:,.2f}", MIB)
+    return lambda metrics: shown(metrics.get(key), "{:,.2f}", MIB)
 
 
 def quantiles(key: str) -> Callable[[Mapping[str, Any]], str]:
@@ -126,7 +126,7 @@ def quantiles(key: str) -> Callable[[Mapping[str, Any]], str]:
 
     def show(metrics: Mapping[str, Any]) -> str:
         record = metrics.get(key) or {}
-        return " / ".join(_shown(record.get(name), "{:,.1f}") for name in ("p50", "p99"))
+        return " / ".join(shown(record.get(name), "{:,.1f}") for name in ("p50", "p99"))
 
     return show
 
@@ -152,7 +152,7 @@ SUMMARY: tuple[Column, ...] = (
 
 def summary(metrics: Mapping[str, Any]) -> str:
     """The metrics of one run, one per line."""
-    return _aligned([[heading, show(metrics)] for heading, show in SUMMARY])
+    return aligned([[heading, show(metrics)] for heading, show in SUMMARY])
 
 
 def warn(message: str) -> None:
@@ -160,11 +160,13 @@ def warn(message: str) -> None:
     typer.echo(f"kvpolicy: {message}", err=True)
 
 
-def _shown(value: Any, form: str, unit: int = 1) -> str:
+def shown(value: Any, form: str, unit: float = 1) -> str:
+    """value / unit in a format, a dash for what is missing."""
     return "-" if value is None or not math.isfinite(value) else form.format(value / unit)
 
 
-def _aligned(lines: Sequence[Sequence[str]]) -> str:
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Columns of equal width, the first one left, the others right."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     aligned = (
         "  ".join(

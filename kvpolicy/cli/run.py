@@ -1,4 +1,4 @@
-"""`kvpolicy run`: decode prompts and print the text."""
+"""`kvpolicy run`: decode prompts and print the text, or go through a workload and print what it was like."""
 
 from __future__ import annotations
 
@@ -9,31 +9,63 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kvpolicy.cli import interrupts
+from kvpolicy.cli.logs import check_logdir, write_logs
 from kvpolicy.cli.options import Options, takes
 from kvpolicy.cli.output import check_output, emit_json, printable, summary, warn, write_text
+from kvpolicy.cli.phases import phase_table
 from kvpolicy.cli.progress import step_progress
 from kvpolicy.cli.prompts import read_prompts
-from kvpolicy.cli.settings import resolve
+from kvpolicy.cli.settings import Resolved, resolve
 from kvpolicy.config import EngineConfig, SamplingParams
 from kvpolicy.errors import UserError
 
 if TYPE_CHECKING:
+    from kvpolicy.engine.engine import Engine
     from kvpolicy.engine.request import RequestOutput
+    from kvpolicy.telemetry.phases import PhaseReport
+    from kvpolicy.telemetry.slo import Slo
+    from kvpolicy.telemetry.timeline import Timeline
+    from kvpolicy.workloads.runner import RunResult
+    from kvpolicy.workloads.workload import Workload
 
-__all__ = ["Decoded", "decode", "run_command"]
+__all__ = ["Decoded", "Task", "decode", "decoded", "run_command", "task_of"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an engine is given to do. named: the workload was named (by a URI), not made of prompts."""
+
+    workload: Workload
+    sampling: SamplingParams
+    slo: Slo | None = None
+    named: bool = True
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """What one engine made of the prompts."""
+    """What one engine made of its task."""
 
     outputs: list[RequestOutput]
     metrics: dict[str, Any]
     record: dict[str, Any]
+    timeline: Timeline
+    phases: list[PhaseReport]
 
     def requests(self, fingerprint: bool) -> list[dict[str, Any]]:
         """The outputs as JSON records."""
         return [output.to_dict(fingerprint=fingerprint) for output in self.outputs]
+
+    def load(self) -> dict[str, Any]:
+        """What it was like under load, ready for JSON: phases, timeline, moments of each request."""
+        moments = ("arrived", "admitted", "first_token", "last_token", "waited_steps")
+        return {
+            "phases": [phase.to_dict() for phase in self.phases],
+            "timeline": self.timeline.to_dict(),
+            "latencies": {
+                name: [getattr(output.latencies, name) for output in self.outputs]
+                for name in moments
+            },
+        }
 
     @property
     def failed(self) -> list[int]:
@@ -41,22 +73,59 @@ class Decoded:
         return [output.id for output in self.outputs if output.finish_reason == "error"]
 
 
-def decode(
-    config: EngineConfig, prompts: Sequence[bytes], sampling: SamplingParams, label: str
-) -> Decoded:
-    """Run all prompts through a new engine, with a progress display, and close it."""
+def task_of(options: Options, settings: Resolved) -> Task:
+    """The named workload, or the prompts of the command line. UserError for both or neither."""
+    prompts, paths = options.prompts or (), options.prompt_file or ()
+    if settings.workload is not None:
+        if prompts or paths:
+            raise UserError("give prompts or --workload, not both")
+        return Task(settings.workload, settings.sampling, settings.slo)
+    from kvpolicy.workloads.prompts import from_prompts
+
+    contents = read_prompts(prompts, paths, bos=settings.engine.bos)
+    workload = from_prompts(contents, settings.sampling)
+    return Task(workload, settings.sampling, settings.slo, named=False)
+
+
+def decode(config: EngineConfig, task: Task, label: str) -> Decoded:
+    """Take a new engine through the task, with a progress display, and close it."""
     with interrupts.loading():
         from kvpolicy.engine.engine import Engine
+        from kvpolicy.workloads.runner import Runner
 
         engine = Engine(config)
     with engine, step_progress(label) as on_step:
-        outputs = engine.generate(prompts, sampling, on_step=on_step)
-        return Decoded(outputs, engine.metrics(), engine.record())
+        result = Runner(engine, task.workload, task.sampling, on_step=on_step).run()
+        return decoded(engine, result, task)
+
+
+def decoded(engine: Engine, result: RunResult, task: Task) -> Decoded:
+    """A run's result with what the engine measured; goodput is of the whole run."""
+    from kvpolicy.telemetry.phases import phase_reports
+    from kvpolicy.telemetry.slo import goodput
+
+    latencies = [output.latencies for output in result.outputs]
+    metrics = engine.metrics()
+    start = result.timeline.origin
+    metrics["goodput_tokens_per_s"] = goodput(latencies, task.slo, start, result.end)
+    return Decoded(
+        outputs=result.outputs,
+        metrics=metrics,
+        record={**engine.record(), **task_record(task)},
+        timeline=result.timeline,
+        phases=phase_reports(result.timeline, latencies, task.slo),
+    )
+
+
+def task_record(task: Task) -> dict[str, Any]:
+    """What a run record says about a task: nothing about plain prompts."""
+    record: dict[str, Any] = {"workload": task.workload.uri} if task.named else {}
+    return record if task.slo is None else {**record, "slo": task.slo.to_dict()}
 
 
 @takes(Options)
 def run_command(options: Options) -> None:
-    """Decode prompts and print the text, or the result as JSON.
+    """Decode prompts and print the text, or go through a --workload and print its phases.
 
     Settings come from the defaults, --config, --set and the options below; the later one wins.
     """
@@ -64,18 +133,22 @@ def run_command(options: Options) -> None:
     settings = resolve(options)
     if len(settings.controllers) > 1:
         raise UserError("run takes one --controller; to run several, use 'kvpolicy compare'")
-    prompts = read_prompts(
-        options.prompts or (), options.prompt_file or (), bos=settings.engine.bos
-    )
-    result = decode(settings.engine, prompts, settings.sampling, label="run:")
+    if settings.tpot_bound is not None:
+        raise UserError("--tpot-bound-ms goes with 'kvpolicy compare'")
+    task = task_of(options, settings)
+    check_logdir(options.logdir)
+    result = decode(settings.engine, task, label="run:")
     document = {
         "requests": result.requests(options.fingerprint),
         "metrics": result.metrics,
         "record": result.record,
+        **(result.load() if task.named else {}),
     }
     emit_json(document, to_stdout=options.as_json, path=options.output)
+    name = settings.engine.controller
     if not options.as_json:
-        write_text(_report(result, options.fingerprint))
+        write_text(_report(result, task, name, options.fingerprint))
+    write_logs(options.logdir, {name: result}, task, quiet=options.as_json)
     finish(result.failed)
 
 
@@ -86,7 +159,12 @@ def finish(failed: Sequence[int]) -> None:
         raise typer.Exit(1)
 
 
-def _report(result: Decoded, fingerprint: bool) -> str:
+def _report(result: Decoded, task: Task, controller: str, fingerprint: bool) -> str:
+    if task.named:
+        counts_steps = result.record["config"]["clock"] == "steps"
+        return (
+            phase_table({controller: result.phases}, counts_steps) + "\n" + summary(result.metrics)
+        )
     lines = []
     for output in result.outputs:
         lines.append(

@@ -6,10 +6,11 @@ mapping; its keys, like those of --set, are the fields of EngineConfig and Sampl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -17,12 +18,15 @@ from kvpolicy import __version__
 from kvpolicy.cli.options import ENGINE_DEFAULTS, SAMPLING_DEFAULTS, SETTINGS, Options
 from kvpolicy.config import EngineConfig, SamplingParams, load_yaml, parse_override
 from kvpolicy.errors import UserError, unknown_name
+from kvpolicy.telemetry.slo import Slo, parse_slo
+
+if TYPE_CHECKING:
+    from kvpolicy.workloads.workload import Workload
 
 __all__ = ["LATER_VALUES", "Resolved", "resolve"]
 
 LATER_VALUES: Mapping[str, tuple[str, ...]] = {
     "model": ("tiny-csa",),
-    "backend": ("triton",),
     "admission": ("accepted",),
     "dtype": ("bfloat16",),
     "kv_dtype": ("fp8",),
@@ -35,11 +39,17 @@ _VERIFICATIONS = ("standard", "block", "coupled")
 
 @dataclass(frozen=True)
 class Resolved:
-    """The settings of a command. controllers: what was named, in order, perhaps nothing."""
+    """The settings of a command. controllers: what was named, in order, perhaps nothing.
+
+    workload: what was named, None for prompts. tpot_bound: seconds.
+    """
 
     engine: EngineConfig
     sampling: SamplingParams
     controllers: tuple[str, ...]
+    workload: Workload | None = None
+    slo: Slo | None = None
+    tpot_bound: float | None = None
 
 
 def resolve(options: Options) -> Resolved:
@@ -56,7 +66,7 @@ def resolve(options: Options) -> Resolved:
     values |= {
         key: given
         for key in SETTINGS
-        if (given := getattr(options, key)) not in (None, []) and key != "controller"
+        if (given := getattr(options, key, None)) not in (None, []) and key != "controller"
     }
     if not controllers and "controller" in values:
         controllers = (values["controller"],)
@@ -66,9 +76,39 @@ def resolve(options: Options) -> Resolved:
     if isinstance(values.get("stop"), str | bytes):
         values["stop"] = (values["stop"],)
     _check_utf8(values.get("stop"))
-    engine = EngineConfig(**{key: values[key] for key in ENGINE_DEFAULTS if key in values})
     sampling = SamplingParams(**{key: values[key] for key in SAMPLING_DEFAULTS if key in values})
-    return Resolved(engine, sampling, controllers)
+    workload = _workload(options.workload, values)
+    if workload is not None and workload.peak is not None:
+        # A load that keeps N in the system is about memory: seats must not be what binds.
+        seats = max(workload.peak, ENGINE_DEFAULTS["max_concurrency"])
+        values.setdefault("max_concurrency", seats)
+    engine = EngineConfig(**{key: values[key] for key in ENGINE_DEFAULTS if key in values})
+    return Resolved(
+        engine,
+        sampling,
+        controllers,
+        workload=workload,
+        slo=None if options.slo is None else parse_slo(options.slo),
+        tpot_bound=_tpot_bound(options.tpot_bound_ms),
+    )
+
+
+def _workload(uri: str | None, values: Mapping[str, Any]) -> Workload | None:
+    """The named workload; clock, seed and length of answers are the general options', if given."""
+    if uri is None:
+        return None
+    from kvpolicy.workloads import make
+
+    clock = values.get("clock", ENGINE_DEFAULTS["clock"])
+    return make(uri, clock, seed=values.get("seed"), output_tokens=values.get("max_new_tokens"))
+
+
+def _tpot_bound(milliseconds: float | None) -> float | None:
+    if milliseconds is None:
+        return None
+    if not (math.isfinite(milliseconds) and milliseconds > 0):
+        raise UserError(f"--tpot-bound-ms {milliseconds:g}: must be a number above 0")
+    return milliseconds / 1e3
 
 
 def _from_file(path: Path) -> dict[str, Any]:
@@ -127,7 +167,7 @@ def _refuse_later_options(options: Options) -> None:
                 raise UserError(f"{flag}: {unknown_name('value', value, allowed)}")
             if value not in (None, allowed[0]):
                 raise _not_yet(f"'{flag} {value}'")
-    for name in ("num_draft_tokens", "shadow", "workload", "slo", "tpot_bound_ms", "logdir"):
+    for name in ("num_draft_tokens", "shadow"):
         if getattr(options, name) not in (None, []):
             raise _not_yet(f"'--{name.replace('_', '-')}'")
     for name in ("layers", "dummy_weights"):

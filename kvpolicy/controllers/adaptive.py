@@ -155,7 +155,8 @@ def _speed(observation: Observation) -> NDArray[np.float64]:
 def _after(observation: Observation, pool: Pool, steps: int) -> Rows:
     """Entries with room after so many steps."""
     more = np.ceil(_speed(observation) * steps).astype(np.int64)[:, None]
-    return np.minimum(pool.most, pool.now + more)
+    rows: Rows = np.minimum(pool.most, pool.now + more)
+    return rows
 
 
 def _queue(observation: Observation, spare: int) -> int:

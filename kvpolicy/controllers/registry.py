@@ -1,11 +1,16 @@
-"""Names to controllers, and the specs that choose one: ``NAME`` or ``NAME:key=value,key=value``."""
+"""Specs to controllers. A spec is ``NAME`` or ``PATH.py:NAME``, with ``:key=value,key=value`` behind it.
+
+A NAME is built in, registered, or an entry point of the group ``kvpolicy.controllers``, looked up in
+this order; what any of them may be: :mod:`kvpolicy.controllers.targets`.
+"""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+from kvpolicy.controllers import files
 from kvpolicy.controllers.adaptive import Adaptive
 from kvpolicy.controllers.base import Controller
 from kvpolicy.controllers.hisparse import HiSparse
@@ -13,10 +18,27 @@ from kvpolicy.controllers.hybrid import Hybrid
 from kvpolicy.controllers.random import Random
 from kvpolicy.controllers.resident import Resident
 from kvpolicy.controllers.static import Static
+from kvpolicy.controllers.targets import (
+    MUST_BE,
+    Parameters,
+    PlainFunction,
+    as_controller,
+    build,
+    kind_of,
+    parameters_of,
+    summary,
+)
 from kvpolicy.errors import UserError, unknown_name
+from kvpolicy.plugins import Found, check_name, find_plugins
 from kvpolicy.yaml_values import read_yaml
 
-Factory = Callable[..., Controller]
+Factory = Controller | Callable[..., Any]
+ControllerLike = str | Controller | PlainFunction
+"""A spec, an object with ``decide``, or a plain function of an observation."""
+
+GROUP = "kvpolicy.controllers"
+
+_Target = TypeVar("_Target", bound=Factory)
 
 _FACTORIES: dict[str, Factory] = {
     "resident": Resident,
@@ -26,52 +48,112 @@ _FACTORIES: dict[str, Factory] = {
     "hybrid": Hybrid,
     "random": Random,
 }
+_BUILT_IN = frozenset(_FACTORIES)
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerInfo:
+    """One controller as `kvpolicy list` shows it. distribution: of a plug-in; problem: why it is
+    unusable."""
+
+    name: str
+    description: str
+    parameters: Parameters
+    distribution: str = ""
+    problem: str = ""
 
 
 def names() -> list[str]:
-    """Registered controllers, in the order they were added."""
-    return list(_FACTORIES)
+    """Every name a spec may use: registered ones in the order they were added, then plug-ins (found,
+    not imported)."""
+    return list(dict.fromkeys((*_FACTORIES, *_plugins().plugins)))
 
 
 def describe() -> list[tuple[str, str]]:
-    """(name, one line on what it does) of every registered controller."""
-    lines = []
-    for name, factory in _FACTORIES.items():
-        text = inspect.getdoc(factory) or ""
-        lines.append((name, text.splitlines()[0] if text else ""))
-    return lines
+    """(name, one line on what it does) of every controller."""
+    return [(info.name, info.description) for info in catalogue()[0]]
 
 
-def register(name: str, factory: Factory) -> Factory:
-    """Add a controller. factory: called with the spec's parameters, returns an object with ``decide``.
+def catalogue() -> tuple[list[ControllerInfo], tuple[str, ...]]:
+    """Every controller, and one line about each plug-in that is refused. Imports the plug-ins."""
+    found = _plugins()
+    known = [_info(name, target) for name, target in _FACTORIES.items()]
+    for name, plugin in found.plugins.items():
+        if name in _FACTORIES:
+            continue
+        try:
+            known.append(_info(name, _from_plugin(name, found), plugin.distribution))
+        except UserError as error:
+            nothing = Parameters({}, (), False)
+            known.append(ControllerInfo(name, str(error), nothing, plugin.distribution, str(error)))
+    return known, found.refused
 
-    UserError if the name is taken or cannot stand in a spec.
+
+def register(name: str, factory: _Target) -> _Target:
+    """Add a controller by name. factory: a class with ``decide`` or a function that returns an object
+    with ``decide``, called with the spec's parameters; or such an object; or a plain function of an
+    observation. UserError if it is nothing of these, or if the name is taken or cannot stand in a spec.
     """
-    if not name or any(c in name for c in ":=, /\\"):
-        raise UserError(
-            f"controller name {name!r}: must be non-empty, without ':', '=', ',', '/' or spaces"
-        )
+    check_name("controller", name)
     if name in _FACTORIES:
         raise UserError(f"controller name {name!r} is taken")
+    if kind_of(factory) is None:
+        raise UserError(f"controller {name!r}: {factory!r} {MUST_BE}")
     _FACTORIES[name] = factory
     return factory
 
 
-def make(spec: str, **params: Any) -> Controller:
-    """A controller from its spec; keyword parameters go over those of the spec."""
-    name, _, rest = spec.partition(":")
-    factory = _FACTORIES.get(name)
-    if factory is None:
-        raise unknown_name("controller", name, names())
-    values = {**_parameters(spec, rest), **params}
-    allowed = list(inspect.signature(factory).parameters)
-    for key in values:
-        if key not in allowed:
-            raise unknown_name(f"parameter of controller {name!r}", key, allowed or ["(none)"])
-    try:
-        return factory(**values)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"controller {spec!r}: {error}") from None
+def make(spec: ControllerLike, /, **params: Any) -> Controller:
+    """A controller from its spec; keyword parameters go over those of the spec.
+
+    An object with ``decide`` is returned as it is, a plain function is wrapped. UserError for
+    anything that cannot be had, in one line.
+    """
+    if not isinstance(spec, str):
+        if params:
+            raise UserError(f"controller {spec!r}: exists already and takes no parameters")
+        return as_controller(spec)
+    file = files.parse(spec)
+    if file is not None:
+        target, name, rest = files.find(file), file.label, file.rest
+    else:
+        name, _, rest = spec.partition(":")
+        target = _named(name)
+    return build(target, spec, name, {**_parameters(spec, rest), **params})
+
+
+def _named(name: str) -> object:
+    target = _FACTORIES.get(name)
+    if target is not None:
+        return target
+    found = _plugins()
+    if name in found.plugins:
+        return _from_plugin(name, found)
+    about = [line for line in found.refused if f"controller {name!r} of " in line]
+    if about:
+        raise UserError("; ".join(about))
+    error = unknown_name("controller", name, names())
+    if "/" in name or "\\" in name:
+        raise UserError(f"{error}; a file is given as PATH.py:NAME")
+    raise error
+
+
+def _plugins() -> Found:
+    return find_plugins(GROUP, "controller", _BUILT_IN)
+
+
+def _from_plugin(name: str, found: Found) -> object:
+    plugin = found.plugins[name]
+    target = plugin.load()
+    if kind_of(target) is None:
+        raise UserError(f"{plugin.label} is of type {type(target).__name__}: {MUST_BE}")
+    return target
+
+
+def _info(name: str, target: object, distribution: str = "") -> ControllerInfo:
+    return ControllerInfo(
+        name, summary(target) or "(no docstring)", parameters_of(target), distribution
+    )
 
 
 def _parameters(spec: str, text: str) -> dict[str, Any]:

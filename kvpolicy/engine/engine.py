@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from kvpolicy.config import EngineConfig, SamplingParams
-from kvpolicy.controllers.base import Controller
+from kvpolicy.controllers import ControllerLike
 from kvpolicy.engine.clock import Clock
 from kvpolicy.engine.handle import RequestHandle
-from kvpolicy.engine.loop import ControlLoop
+from kvpolicy.engine.loop import ControlLoop, LoadView
 from kvpolicy.engine.metrics import Metrics, Sample
+from kvpolicy.engine.reload import RunTimeChanges, changes, read
 from kvpolicy.engine.request import Request, RequestOutput, State
+from kvpolicy.engine.residents import Residents
 from kvpolicy.engine.scheduler import Batch, Scheduler
-from kvpolicy.errors import CapacityError, IntegrityError, UserError
+from kvpolicy.errors import UserError
+from kvpolicy.kernels.memory_ops import memory_ops
 from kvpolicy.memory.accounting import Reserve
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.layout import Layout
@@ -58,7 +62,7 @@ class Engine:
         if not isinstance(self.config, EngineConfig):
             raise UserError(f"config = {config!r}: must be an EngineConfig")
         self.device = _device(self.config.device)
-        self.model = model or load_model(self.config.model, self.device)
+        self.model = model or load_model(self.config.model, self.device, self.config.backend)
         self._layout = Layout(self.model.geometry, self.config.kv_dtype)
         self.control = ControlLoop(
             self.config.controller,
@@ -74,6 +78,7 @@ class Engine:
         self.scheduler = Scheduler(self.config.max_concurrency, self.config.prefill_chunk)
         self.requests: dict[int, Request] = {}
         self.totals = Metrics()
+        self.residents = Residents(self.memory, self.scheduler, self.control, self.totals)
         self._next_id = 0
         self.clock = Clock(self.config.clock)
         self._closed = False
@@ -86,11 +91,14 @@ class Engine:
             layout,
             device_bytes=int(config.device_kv_mib * MIB),
             host_bytes=int(config.host_kv_mib * MIB),
-            reserve=Reserve(staging, config.max_concurrency + config.prefill_chunk),
+            reserve=Reserve(
+                staging, config.max_concurrency + config.prefill_chunk, config.max_concurrency
+            ),
             floor_rows=config.floor_rows,
             rule=self.control.rule,
             device=self.device,
             poison=config.validate_,
+            ops=memory_ops(self.model.backend),
         )
 
     @property
@@ -122,7 +130,8 @@ class Engine:
                 f"prompt of {len(request.prompt)} tokens + max_new_tokens = {params.max_new_tokens}: "
                 f"the model's context is {limit} tokens"
             )
-        self.memory.check_fits_alone(request.max_tokens, self._initial_rows(request))
+        rows = self.residents.initial_rows(request)
+        self.memory.check_fits_alone(request.max_tokens, rows)
         self._next_id += 1
         self.requests[request.id] = request
         self.totals.submit(request)
@@ -152,9 +161,25 @@ class Engine:
             raise UserError("prompt is empty: needs at least one token (or bos)")
         return ids
 
-    def _initial_rows(self, request: Request) -> tuple[int, ...]:
-        stores = self._layout.stores
-        return self.control.initial_rows(tuple(s.store.entries(request.max_tokens) for s in stores))
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[int]:
+        """Submit a request and yield its tokens as they come; closing the iterator cancels it."""
+        handle = self.submit(prompt, params)
+
+        def tokens() -> Iterator[int]:
+            try:
+                yield from handle
+            finally:
+                handle.cancel()
+
+        return tokens()
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request now, as its handle's ``cancel`` does. False if there is no such request."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        self._cancel(request)
+        return True
 
     def _cancel(self, request: Request) -> None:
         if request.state is not State.FINISHED:
@@ -213,8 +238,11 @@ class Engine:
 
     def _step(self) -> bool:
         started = time.perf_counter()
-        self._control()
-        self._admit()
+        self._expire()
+        if self.control.is_due(self.steps):
+            self.control.step(self.memory, self._load())
+        self.residents.admit(self.steps)
+        self.residents.grow(self.steps)
         batch = self.scheduler.batch()
         if not batch.segments:
             return False
@@ -228,34 +256,27 @@ class Engine:
         self._account(started)
         return True
 
-    def _admit(self) -> None:
-        """Start waiting requests while host, index, map and first hot rows can all be reserved.
+    def _expire(self) -> None:
+        """Cancel what is past its deadline."""
+        if not any(request.expires is not None for request in self.requests.values()):
+            return
+        now = self.clock.now()
+        for request in list(self.requests.values()):
+            if request.expires is not None and now >= request.expires:
+                self.totals.expired += 1
+                self._cancel(request)
 
-        With nothing running there is nothing to wait for: then a request starts with the floor,
-        which it was found to fit with when it came (a swap may have raised the first hot rows).
-        """
-        while (request := self.scheduler.next_waiting) is not None:
-            rows = self._initial_rows(request)
-            try:
-                self.memory.admit(request.id, request.max_tokens, rows)
-            except CapacityError as error:
-                if self.scheduler.running:
-                    self.totals.defer(request, error.tier)
-                    return
-                log.warning("request %d starts with fewer hot rows: %s", request.id, error)
-                self.totals.reduced_admissions += 1
-                self.memory.admit(request.id, request.max_tokens, (0,) * len(rows))
-            self.scheduler.start(self.steps)
-            self.control.wake()
-
-    def _control(self) -> None:
-        self.control.step(
-            self.steps,
-            self.memory,
-            self.scheduler.running,
-            list(self.scheduler.waiting),
+    def _load(self) -> LoadView:
+        return LoadView(
+            step=self.steps,
+            running=self.scheduler.running,
+            waiting=self.scheduler.waiting,
+            seats_free=self.scheduler.seats_free,
+            queue_bytes=self.residents.queue_bytes(),
             arrivals=self._next_id,
             finished=self.totals.finished,
+            preemptions=self.totals.preemptions,
+            tokens=self.totals.generated_tokens,
             seconds=self.totals.busy_seconds,
         )
 
@@ -291,19 +312,29 @@ class Engine:
 
     # --- control and reports ---------------------------------------------------------------------
 
-    def set_controller(self, spec: str | Controller) -> None:
-        """Swap the controller; it decides at the next step. spec: a name with parameters, or an
-        object with ``decide``. UserError leaves the old one in place."""
+    def set_controller(self, spec: ControllerLike) -> None:
+        """Swap the controller; it decides at the next step. spec: a name or a file with parameters,
+        an object with ``decide``, or a function of an observation. UserError leaves the old one in
+        place."""
         self.control.set_controller(spec)
         self.memory.set_rule(self.control.rule)
+        self.config = self.config.model_copy(update={"controller": spec})
+
+    def reload(self, config: EngineConfig | str | Path) -> RunTimeChanges:
+        """Take over controller, control_interval and eviction of a config, or of a YAML file (what it
+        does not name stays), while running. UserError, and nothing done, if another field differs."""
+        config = config if isinstance(config, EngineConfig) else read(config, self.config)
+        found = changes(self.config, config)
+        if found.names:
+            self.control.apply(found)
+            self.memory.set_rule(self.control.rule)
+            self.config = config
+        return found
 
     def check_integrity(self) -> None:
         """IntegrityError unless all bookkeeping agrees and every device row equals its host copy."""
         self.memory.check_integrity()
-        held = set(self.memory.requests)
-        running = {request.id for request in self.scheduler.running}
-        if held != running:
-            raise IntegrityError(f"requests {held ^ running} hold memory or run, not both")
+        self.residents.check_integrity()
 
     def progress(self) -> Progress:
         """How far everything submitted so far is."""
@@ -331,7 +362,7 @@ class Engine:
             time=self.clock.now(),
             running=len(self.scheduler.running),
             waiting=len(waiting),
-            oldest_wait=self.steps - waiting[0].arrived_step if waiting else 0,
+            oldest_wait=self.steps - waiting[0].waiting_since if waiting else 0,
             required_bytes=usage.required,
             optional_bytes=usage.optional,
             free_bytes=usage.free,
@@ -351,8 +382,9 @@ class Engine:
         return self.totals.report(self.steps, self.memory, self.control, self.model.weight_bytes)
 
     def record(self) -> dict[str, Any]:
-        """The run record: config, versions, commit, machine, command."""
-        return run_record(self.config.model_dump(by_alias=True), str(self.device))
+        """The run record: config, backend, versions, commit, machine, command."""
+        config = self.config.model_dump(by_alias=True)
+        return run_record(config, str(self.device), self.model.backend)
 
     # --- life ------------------------------------------------------------------------------------
 

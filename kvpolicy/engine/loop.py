@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvpolicy.control.decision import Decision, DecisionWriter
 from kvpolicy.control.observation import Observation, RequestView, StoreView
-from kvpolicy.controllers.base import Controller, cache_rule, initial_rows
+from kvpolicy.controllers.base import Controller, cache_rule, initial_rows, wants_curves
 from kvpolicy.controllers.decider import Decider
-from kvpolicy.controllers.registry import make
+from kvpolicy.controllers.registry import ControllerLike, make
+from kvpolicy.engine.following import Follower
+from kvpolicy.engine.reload import RunTimeChanges
 from kvpolicy.engine.request import Request, State
 from kvpolicy.memory.counters import RetrievalCounters
 from kvpolicy.memory.hierarchy import Hierarchy
@@ -26,6 +29,28 @@ class _Baseline:
     arrivals: int = 0
     finished: int = 0
     seconds: float = 0.0
+    shortages: int = 0
+    preemptions: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadView:
+    """What the control loop must know of the engine besides memory; counts since the start.
+
+    queue_bytes: device bytes that waiting requests need to start, in order, as many as have seats.
+    """
+
+    step: int
+    running: Sequence[Request]
+    waiting: Sequence[Request]
+    seats_free: int
+    queue_bytes: tuple[int, ...]
+    arrivals: int
+    finished: int
+    preemptions: int
+    tokens: int
+    seconds: float
 
 
 def store_views(layout: Layout) -> tuple[StoreView, ...]:
@@ -52,7 +77,7 @@ class ControlLoop:
 
     def __init__(
         self,
-        spec: str,
+        spec: ControllerLike,
         interval: int,
         layout: Layout,
         eviction: Eviction | None,
@@ -65,23 +90,46 @@ class ControlLoop:
         self._base = _Baseline()
         self._seen: dict[int, RetrievalCounters] = {}
         self._due = True
-        controller, self._initial, self.rule = self._checked(spec)
+        controller, self._initial, self.rule = self._checked(spec, eviction)
+        self._most_entries = max(
+            s.store.entries(layout.geometry.max_context) for s in layout.stores
+        )
+        self._follower = self._new_follower(controller)
         writer = DecisionWriter(decision_log) if decision_log else None
         self.decider = Decider(controller, deadline, writer=writer)
 
-    def set_controller(self, spec: str | Controller) -> None:
+    def set_controller(self, spec: ControllerLike) -> None:
         """Swap the controller; it decides at the next step. UserError leaves the old one in place."""
-        controller, self._initial, self.rule = self._checked(spec)
+        controller, self._initial, self.rule = self._checked(spec, self._eviction)
         self.decider.set_controller(controller)
+        self._follower = self._new_follower(controller)
         self._due = True
 
-    def _checked(self, spec: str | Controller) -> tuple[Controller, tuple[float, ...], CacheRule]:
+    def apply(self, changes: RunTimeChanges) -> None:
+        """Take over what a new config changes; all of it, or nothing and a UserError."""
+        swapped = "controller" in changes.names
+        spec = changes.controller if swapped else self.controller
+        controller, self._initial, self.rule = self._checked(spec, changes.eviction)
+        if swapped:
+            self.decider.set_controller(controller)
+            self._follower = self._new_follower(controller)
+        self._eviction = changes.eviction
+        self.interval = changes.control_interval
+        self._due = True
+
+    def _checked(
+        self, spec: ControllerLike, eviction: Eviction | None
+    ) -> tuple[Controller, tuple[float, ...], CacheRule]:
         """A controller, the rows it wants at admission, and its cache rule."""
-        controller = make(spec) if isinstance(spec, str) else spec
+        controller = make(spec)
         initial, rule = initial_rows(controller, self.stores), cache_rule(controller)
-        if self._eviction is not None:
-            rule = replace(rule, eviction=self._eviction)
+        if eviction is not None:
+            rule = replace(rule, eviction=eviction)
         return controller, initial, rule
+
+    def _new_follower(self, controller: Controller) -> Follower | None:
+        """Who measures miss curves, for a controller that asks for them; nobody else pays."""
+        return Follower(self.stores, self._most_entries) if wants_curves(controller) else None
 
     @property
     def controller(self) -> Controller:
@@ -112,6 +160,11 @@ class ControlLoop:
         """Let go of the controller's thread, without waiting for it."""
         self.decider.close()
 
+    @property
+    def promised(self) -> tuple[float, ...]:
+        """Rows per store that every running request has been promised, inf for all of them."""
+        return self._initial
+
     def initial_rows(self, max_entries: tuple[int, ...]) -> tuple[int, ...]:
         """Rows per store that admission must reserve for a request with these many entries."""
         each = zip(self._initial, max_entries, strict=True)
@@ -121,30 +174,35 @@ class ControlLoop:
         """Ask for a decision at the next step, whatever the interval (a request came or went)."""
         self._due = True
 
-    def step(
-        self,
-        step: int,
-        memory: Hierarchy,
-        running: list[Request],
-        waiting: list[Request],
-        arrivals: int,
-        finished: int,
-        seconds: float,
-    ) -> None:
-        """Decide and apply, if it is time."""
-        if not self._due and step - self._base.step < self.interval:
+    def is_due(self, step: int) -> bool:
+        """Whether a decision is wanted now."""
+        return self._due or step - self._base.step >= self.interval
+
+    def step(self, memory: Hierarchy, load: LoadView) -> None:
+        """Decide and apply."""
+        if not load.running:
             return
-        if not running:
-            return
-        now = _Baseline(step, memory.counters.host_to_device_bytes, arrivals, finished, seconds)
-        observation = self._observe(now, memory, running, waiting)
+        step = load.step
+        now = _Baseline(
+            step,
+            memory.counters.host_to_device_bytes,
+            load.arrivals,
+            load.finished,
+            load.seconds,
+            memory.counters.shortages,
+            load.preemptions,
+            load.tokens,
+        )
+        observation = self._observe(now, memory, load)
+        if self._follower is not None:
+            curves = self._follower.curves(memory, observation.requests)
+            observation = replace(observation, curves=curves)
         self._base, self._due = now, False
         memory.set_budgets(self.decider.decide(observation).projected.budgets)
 
-    def _observe(
-        self, now: _Baseline, memory: Hierarchy, running: list[Request], waiting: list[Request]
-    ) -> Observation:
-        usage = memory.usage()
+    def _observe(self, now: _Baseline, memory: Hierarchy, load: LoadView) -> Observation:
+        usage, waiting = memory.usage(), load.waiting
+        seats = memory.counters.retrieval.by_seat()
         base = self._base
         steps = now.step - base.step
         return Observation(
@@ -157,20 +215,28 @@ class ControlLoop:
             free_bytes=usage.free,
             floor_rows=memory.floor_rows,
             waiting=len(waiting),
-            oldest_wait=now.step - waiting[0].arrived_step if waiting else 0,
+            oldest_wait=now.step - waiting[0].waiting_since if waiting else 0,
             arrivals=now.arrivals - base.arrivals,
             finished=now.finished - base.finished,
             step_seconds=(now.seconds - base.seconds) / steps if steps else 0.0,
             host_to_device_bytes=now.host_to_device_bytes - base.host_to_device_bytes,
             stores=self.stores,
-            requests=tuple(self._view(request, memory, now.step) for request in running),
+            requests=tuple(self._view(r, memory, now.step, seats) for r in load.running),
+            seats_free=load.seats_free,
+            queue_bytes=load.queue_bytes,
+            shortages=now.shortages - base.shortages,
+            preemptions=now.preemptions - base.preemptions,
+            tokens=now.tokens - base.tokens,
         )
 
-    def _view(self, request: Request, memory: Hierarchy, step: int) -> RequestView:
+    def _view(
+        self, request: Request, memory: Hierarchy, step: int, seats: Sequence[RetrievalCounters]
+    ) -> RequestView:
         held = memory.requests[request.id]
-        seen = self._seen.get(request.id, RetrievalCounters())
-        count = held.counters
-        view = RequestView(
+        count = seats[held.seat]
+        new = count.since(self._seen.get(request.id, RetrievalCounters()))
+        self._seen[request.id] = count
+        return RequestView(
             request_id=request.id,
             context=held.committed,
             max_rows=tuple(hot.max_entries for hot in held.hot),
@@ -178,16 +244,13 @@ class ControlLoop:
             decoding=request.state is State.DECODE,
             age=step - request.admitted_step,
             generated=len(request.tokens),
-            selected_rows=count.selected_rows - seen.selected_rows,
-            unique_rows=count.unique_rows - seen.unique_rows,
-            fetched_rows=count.fetched_rows - seen.fetched_rows,
+            selected_rows=new.selected_rows,
+            unique_rows=new.unique_rows,
+            fetched_rows=new.fetched_rows,
+            rows_now=tuple(hot.room for hot in held.hot),
         )
-        copy = RetrievalCounters()
-        copy.add(count)
-        self._seen[request.id] = copy
-        return view
 
     def forget(self, request_id: int) -> None:
-        """Drop what was kept about a request that has ended."""
+        """Drop what was kept about a request that has left the device."""
         self._seen.pop(request_id, None)
         self._due = True

@@ -51,6 +51,8 @@ class Metrics:
 
     deferred: requests put off at least once, by the tier that bound first. reduced_admissions:
     requests that started with fewer hot rows than the controller asks for, since nothing else ran.
+    preemptions: requests put back to the host. expired: cancelled at their deadline. longest_wait:
+    most steps that a request waited to be admitted.
     """
 
     prompt_tokens: int = 0
@@ -59,6 +61,8 @@ class Metrics:
     generated_tokens: int = 0
     finished: int = 0
     reduced_admissions: int = 0
+    expired: int = 0
+    longest_wait: int = 0
     preemptions: int = 0
     decode_steps: int = 0
     busy_seconds: float = 0.0
@@ -83,6 +87,7 @@ class Metrics:
     def retire(self, request: Request) -> None:
         """Count a request that has ended, and its latencies."""
         self.finished += 1
+        self.longest_wait = max(self.longest_wait, request.longest_wait)
         self.ended_prompt_tokens += min(request.computed, len(request.prompt))
         if request.first_token is None or request.last_token is None:
             return
@@ -103,7 +108,8 @@ class Metrics:
         self, steps: int, memory: Hierarchy, control: ControlLoop, weight_bytes: int
     ) -> dict[str, Any]:
         """JSON-ready. Rates speak of decode; prompt retrieval is under ``prefill``."""
-        decode, usage = memory.counters.decode, memory.usage()
+        decode, prefill = memory.counters.retrieval.totals()
+        usage = memory.usage()
         seconds = self.busy_seconds
         return {
             "selected_rows": decode.selected_rows,
@@ -136,11 +142,15 @@ class Metrics:
             "preemptions": self.preemptions,
             "deferred_admissions": dict(self.deferred),
             "reduced_admissions": self.reduced_admissions,
+            "expired": self.expired,
+            "longest_wait_steps": self.longest_wait,
+            "shortages": memory.counters.shortages,
+            "forced_release_bytes": memory.counters.forced_frames * memory.arena.frame_bytes,
             "prefill": {
-                "selected_rows": memory.counters.prefill.selected_rows,
-                "unique_rows": memory.counters.prefill.unique_rows,
-                "fetched_rows": memory.counters.prefill.fetched_rows,
-                "host_to_device_bytes": memory.counters.prefill.host_to_device_bytes,
+                "selected_rows": prefill.selected_rows,
+                "unique_rows": prefill.unique_rows,
+                "fetched_rows": prefill.fetched_rows,
+                "host_to_device_bytes": prefill.host_to_device_bytes,
             },
             "moved_bytes": memory.counters.moved_bytes,
         }

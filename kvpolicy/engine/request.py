@@ -15,12 +15,16 @@ from kvpolicy.config import SamplingParams
 from kvpolicy.engine.clock import Clock
 from kvpolicy.errors import IntegrityError
 from kvpolicy.sampling import choose_token
+from kvpolicy.telemetry.latency import Latencies
 
 log = logging.getLogger(__name__)
 
 
 class State(Enum):
-    """Life of a request. WAITING -> PREFILL -> DECODE -> FINISHED; any may go to FINISHED."""
+    """Life of a request. WAITING -> PREFILL -> DECODE -> FINISHED; any may go to FINISHED.
+
+    A preempted request goes back to WAITING, and from there to where it was.
+    """
 
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -29,9 +33,9 @@ class State(Enum):
 
 
 _NEXT = {
-    State.WAITING: {State.PREFILL, State.FINISHED},
-    State.PREFILL: {State.DECODE, State.FINISHED},
-    State.DECODE: {State.FINISHED},
+    State.WAITING: {State.PREFILL, State.DECODE, State.FINISHED},
+    State.PREFILL: {State.DECODE, State.WAITING, State.FINISHED},
+    State.DECODE: {State.WAITING, State.FINISHED},
     State.FINISHED: set(),
 }
 
@@ -41,7 +45,7 @@ class RequestOutput:
     """What a request gave. prompt_tokens: a count. text: without the stop text, bad UTF-8 replaced.
 
     finish_reason: stop, length, cancelled or error. logits_sha256: over the float32 bytes of the
-    logits row that decided each token, in order.
+    logits row that decided each token, in order. latencies: when what happened.
     """
 
     id: int
@@ -50,6 +54,7 @@ class RequestOutput:
     text: str
     finish_reason: str
     logits_sha256: str
+    latencies: Latencies
 
     def to_dict(self, fingerprint: bool = False) -> dict[str, Any]:
         """Ready for JSON; the fingerprint only where asked for."""
@@ -67,7 +72,11 @@ class RequestOutput:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request inside the engine. computed: tokens whose rows are committed. stops: stop texts."""
+    """A request inside the engine. computed: tokens whose rows are committed. stops: stop texts.
+
+    waiting_since: engine step at which it came, or was preempted. Times are the clock's seconds:
+    arrived, admitted (first time), first_token, last_token; expires: when it is given up.
+    """
 
     id: int
     prompt: tuple[int, ...]
@@ -79,9 +88,15 @@ class Request:
     arrived: float = 0.0
     state: State = State.WAITING
     admitted_step: int = 0
+    waiting_since: int = 0
+    longest_wait: int = 0
+    preemptions: int = 0
+    expires: float | None = None
     computed: int = 0
     tokens: list[int] = field(default_factory=list)
     finish_reason: str = ""
+    admitted: float | None = None
+    waited_steps: int | None = None
     first_token: float | None = None
     last_token: float | None = None
     _text: bytearray = field(default_factory=bytearray)
@@ -89,12 +104,29 @@ class Request:
 
     def __post_init__(self) -> None:
         self.arrived = self.clock.now()
+        self.waiting_since = self.arrived_step
+        if self.params.deadline_ms is not None:
+            self.expires = self.arrived + self.params.deadline_ms / 1e3
 
-    def move(self, state: State) -> None:
-        """Change state; IntegrityError on a transition that does not exist."""
-        if state not in _NEXT[self.state]:
-            raise IntegrityError(f"request {self.id}: {self.state.value} -> {state.value}")
-        self.state = state
+    def start(self, step: int) -> None:
+        """From the queue to where it was: its prompt, or its generation."""
+        self.move(State.PREFILL if self.computed < len(self.prompt) else State.DECODE)
+        self.admitted_step = step
+        self.longest_wait = max(self.longest_wait, step - self.waiting_since)
+        if self.admitted is None:
+            self.admitted = self.clock.now()
+            self.waited_steps = step - self.arrived_step
+
+    def put_back(self, step: int) -> None:
+        """Preempted: back to the queue."""
+        self.move(State.WAITING)
+        self.waiting_since = step
+        self.preemptions += 1
+
+    @property
+    def next_tokens(self) -> int:
+        """Tokens that must have room for the next step, a whole prompt included."""
+        return max(len(self.prompt), self.computed) + 1
 
     @property
     def max_tokens(self) -> int:
@@ -150,4 +182,12 @@ class Request:
             text=self._text.decode("utf-8", errors="replace"),
             finish_reason=self.finish_reason,
             logits_sha256=self._digest.hexdigest(),
+            latencies=Latencies(
+                arrived=self.arrived,
+                admitted=self.admitted,
+                first_token=self.first_token,
+                last_token=self.last_token,
+                waited_steps=self.waited_steps,
+                tokens=len(self.tokens),
+            ),
         )

@@ -39,16 +39,25 @@ class Scheduler:
     @property
     def next_waiting(self) -> Request | None:
         """The request to admit next, None if there is none or no seat is free."""
-        full = len(self.running) >= self.max_concurrency
-        return None if full or not self.waiting else self.waiting[0]
+        return self.waiting[0] if self.waiting and self.seats_free else None
+
+    @property
+    def seats_free(self) -> int:
+        """Requests that may still run beside those that do."""
+        return self.max_concurrency - len(self.running)
 
     def start(self, step: int) -> Request:
         """Move the first waiting request to the running ones."""
         request = self.waiting.popleft()
-        request.move(State.PREFILL)
-        request.admitted_step = step
+        request.start(step)
         self.running.append(request)
         return request
+
+    def put_back(self, request: Request, step: int) -> None:
+        """A preempted request becomes the first of the waiting ones."""
+        self.running.remove(request)
+        request.put_back(step)
+        self.waiting.appendleft(request)
 
     def remove(self, request: Request) -> None:
         """Forget a request, wherever it is."""

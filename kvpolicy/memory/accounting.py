@@ -16,11 +16,13 @@ from kvpolicy.memory.layout import Layout
 class Reserve:
     """Frames shared by all requests: staging and in-flight rows.
 
-    staging_rows: transient records of the widest store. inflight_rows: rows of one step.
+    staging_rows: transient records of the widest store. inflight_rows: rows of one step. seats:
+    requests on the device at a time.
     """
 
     staging_rows: int
     inflight_rows: int
+    seats: int = 16
 
 
 def staging_frames(layout: Layout, reserve: Reserve) -> int:
@@ -34,19 +36,26 @@ def inflight_frames(layout: Layout, reserve: Reserve) -> int:
     return sum(item.frames(reserve.inflight_rows) for item in items)
 
 
-def request_frames(layout: Layout, max_tokens: int) -> int:
-    """Required frames of one request, hot floor excluded: index keys, slot maps, pinned rows."""
-    entries = [(store, store.store.entries(max_tokens)) for store in layout.stores]
+def request_frames(layout: Layout, tokens: int) -> int:
+    """Required frames of a request with room for ``tokens``, hot floor excluded: index keys, slot
+    maps, pinned rows."""
+    entries = [(store, store.store.entries(tokens)) for store in layout.stores]
     growing = sum(s.key.frames(n) + s.slot_map.frames(n) for s, n in entries)
     return growing + sum(p.record.frames(p.rows) for p in layout.pinned)
 
 
-def hot_frames(layout: Layout, rows: tuple[int, ...], max_tokens: int) -> int:
-    """Frames of one request's hot caches. rows: per store; at or above all entries means full."""
+def hot_frames(
+    layout: Layout, rows: tuple[int, ...], max_tokens: int, tokens: int | None = None
+) -> int:
+    """Frames of one request's hot caches. rows: per store; at or above all entries means full.
+
+    tokens: how many it has room for now (None: max_tokens); a full cache grows with them.
+    """
     total = 0
     for store, wanted in zip(layout.stores, rows, strict=True):
-        entries = store.store.entries(max_tokens)
-        total += store.hot_frames(min(wanted, entries), wanted >= entries)
+        full = wanted >= store.store.entries(max_tokens)
+        now = store.store.entries(max_tokens if tokens is None else tokens)
+        total += store.hot_frames(now if full else wanted, full)
     return total
 
 

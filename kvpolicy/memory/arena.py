@@ -52,15 +52,22 @@ class Arena:
 
 
 class Table:
-    """A vector of items in frames of an arena that one owner holds; grows and shrinks by frames."""
+    """A vector of items in frames of an arena that one owner holds; grows and shrinks by frames.
 
-    def __init__(self, arena: Arena, item: Item, owner: Hashable) -> None:
+    row: int64 [n] on the device, one row of a block table that batched kernels read; the table
+    keeps its frame numbers there.
+    """
+
+    def __init__(
+        self, arena: Arena, item: Item, owner: Hashable, row: Tensor | None = None
+    ) -> None:
         self.arena = arena
         self.item = item
         self.owner = owner
         self.items = 0
         self._frames: list[int] = []
-        self._paged = Paged(arena.view(item), self._tensor())
+        self._row = row
+        self._paged = Paged(arena.view(item), self._tensor(0))
 
     @classmethod
     def sharing(cls, owner: Table, item: Item, items: int) -> Table:
@@ -71,8 +78,14 @@ class Table:
         table._paged = Paged(owner.arena.view(item), owner.paged.frames)
         return table
 
-    def _tensor(self) -> Tensor:
-        return torch.tensor(self._frames, dtype=torch.int64, device=self.arena.device)
+    def _tensor(self, kept: int) -> Tensor:
+        """Frame numbers on the device; the first ``kept`` of them are there already."""
+        if self._row is None:
+            return torch.tensor(self._frames, dtype=torch.int64, device=self.arena.device)
+        count = len(self._frames)
+        if count > kept:
+            self._row[kept:count] = torch.tensor(self._frames[kept:], dtype=torch.int64)
+        return self._row[:count]
 
     @property
     def paged(self) -> Paged:
@@ -85,7 +98,10 @@ class Table:
 
     def resize(self, items: int) -> None:
         """Room for exactly ``items`` items. CapacityError and no change if frames run out."""
-        change = self.item.frames(items) - len(self._frames)
+        held = len(self._frames)
+        change = self.item.frames(items) - held
+        if self._row is not None and held + change > self._row.shape[0]:
+            raise ValueError(f"{items} items of {self.owner}: the block table is too narrow")
         if change > 0:
             self._frames += self.arena.frames.allocate(change, self.owner)
         elif change < 0:
@@ -93,7 +109,7 @@ class Table:
             del self._frames[change:]
         self.items = items
         if change:
-            self._paged = Paged(self._paged.view, self._tensor())
+            self._paged = Paged(self._paged.view, self._tensor(min(held, held + change)))
 
     def column(self, index: int) -> Paged:
         """One component of one-dimensional items, as a table of scalars."""

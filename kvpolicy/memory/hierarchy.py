@@ -2,54 +2,29 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvpolicy.errors import CapacityError, IntegrityError
 from kvpolicy.kernels.eviction import RULES
+from kvpolicy.kernels.memory_ops import MemoryOps, memory_ops
 from kvpolicy.memory import accounting
 from kvpolicy.memory.accounting import Reserve
-from kvpolicy.memory.arena import Arena, Table
-from kvpolicy.memory.counters import MemoryCounters, RetrievalCounters
+from kvpolicy.memory.arena import Arena
+from kvpolicy.memory.commit import Accepted, Committer
+from kvpolicy.memory.counters import MemoryCounters
 from kvpolicy.memory.host_pool import HostPool
-from kvpolicy.memory.hot_cache import keep_order
+from kvpolicy.memory.hot_cache import Load, keep_order
 from kvpolicy.memory.layout import Layout, StoreLayout
-from kvpolicy.memory.request import RequestMemory
+from kvpolicy.memory.request import GROWTH_TOKENS, RequestMemory
 from kvpolicy.memory.rule import CacheRule
-from kvpolicy.memory.segments import Segment, SharedTables
+from kvpolicy.memory.segments import Segment
 from kvpolicy.memory.step import StepMemory
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryUsage:
-    """Device bytes by use, as really allocated (whole frames), and host bytes.
-
-    required: staging + in-flight + index keys + slot maps + pinned + the hot floor.
-    optional: hot rows beyond the floor, all that a controller can give or take.
-    """
-
-    staging: int
-    in_flight: int
-    index_keys: int
-    slot_maps: int
-    pinned: int
-    hot_floor: int
-    optional: int
-    free: int
-    host_used: int
-    host_free: int
-
-    @property
-    def required(self) -> int:
-        fixed = self.staging + self.in_flight + self.index_keys + self.slot_maps
-        return fixed + self.pinned + self.hot_floor
-
-    @property
-    def used(self) -> int:
-        return self.required + self.optional
+from kvpolicy.memory.tables import make_tables
+from kvpolicy.memory.usage import MemoryUsage, floor_frames, measure
 
 
 def _mib(size: int) -> str:
@@ -57,10 +32,12 @@ def _mib(size: int) -> str:
 
 
 class Hierarchy:
-    """Owns all KV memory. Requests are admitted, stepped, committed, resized and released here.
+    """Owns all KV memory. Requests are admitted, stepped, committed, resized, preempted and released
+    here.
 
-    device_bytes, host_bytes: capacity of the two tiers. reserve: staging and in-flight rows.
-    floor_rows: hot rows per request and store that no budget goes below. poison: see Arena.
+    device_bytes, host_bytes: capacity of the two tiers. reserve: staging, in-flight rows and seats.
+    floor_rows: hot rows per request and store that no budget goes below. ops: the kernels, None for
+    plain torch. poison: see Arena.
     """
 
     def __init__(
@@ -73,6 +50,7 @@ class Hierarchy:
         rule: CacheRule,
         device: torch.device,
         poison: bool = False,
+        ops: MemoryOps | None = None,
     ) -> None:
         if reserve.staging_rows < layout.topk:
             raise CapacityError(
@@ -83,48 +61,39 @@ class Hierarchy:
         self.reserve = reserve
         self.floor_rows = floor_rows
         self.rule = rule
-        self.counters = MemoryCounters(RetrievalCounters(), RetrievalCounters())
+        self.ops = ops or memory_ops("reference")
+        self.counters = MemoryCounters(reserve.seats, device)
+        self._shared = accounting.staging_frames(layout, reserve)
+        self._shared += accounting.inflight_frames(layout, reserve)
         self._check_fixed(device_bytes)
         self.arena = Arena(device_bytes, layout.frame_bytes, device, poison)
         self.host = HostPool(host_bytes, layout, pinned=device.type == "cuda")
         self.requests: dict[int, RequestMemory] = {}
-        self._tables = self._shared_tables()
+        self.suspended: dict[int, RequestMemory] = {}
+        self._seats = list(range(reserve.seats))  # a heap: the lowest free seat first
+        staging = accounting.staging_frames(layout, reserve)
+        self._tables = make_tables(
+            layout, self.arena, staging, reserve.staging_rows, reserve.inflight_rows, reserve.seats
+        )
+        self._committer = Committer(self.host, self.ops, self.counters, device)
 
     def _check_fixed(self, device_bytes: int) -> None:
-        frames = accounting.staging_frames(self.layout, self.reserve)
-        frames += accounting.inflight_frames(self.layout, self.reserve)
-        if frames * self.layout.frame_bytes > device_bytes:
+        if self._shared * self.layout.frame_bytes > device_bytes:
             raise CapacityError(
                 "device",
                 f"device_kv_mib = {_mib(device_bytes)}: staging ({self.reserve.staging_rows} rows) and "
                 f"in-flight rows ({self.reserve.inflight_rows}) alone take "
-                f"{_mib(frames * self.layout.frame_bytes)} MiB",
+                f"{_mib(self._shared * self.layout.frame_bytes)} MiB",
             )
-
-    def _shared_tables(self) -> SharedTables:
-        """Staging frames are shared by one table per store: only one of them is in use at a time."""
-        owner = Table(self.arena, self.layout.stores[0].record, ("staging",))
-        frames = accounting.staging_frames(self.layout, self.reserve)
-        owner.resize(frames * owner.item.per_frame)
-        staging = tuple(
-            Table.sharing(owner, store.record, self.reserve.staging_rows)
-            for store in self.layout.stores
-        )
-        flying: list[Table] = []
-        records = [s.record for s in self.layout.stores] + [p.record for p in self.layout.pinned]
-        for record in records:
-            table = Table(self.arena, record, ("in-flight", len(flying)))
-            table.resize(self.reserve.inflight_rows)
-            flying.append(table)
-        stores = len(self.layout.stores)
-        return SharedTables(staging, tuple(flying[:stores]), tuple(flying[stores:]))
 
     # --- admission -------------------------------------------------------------------------------
 
-    def frames_of(self, max_tokens: int, rows: Sequence[int]) -> int:
-        """Frames a request takes with these hot rows per store (required part included)."""
-        hot = accounting.hot_frames(self.layout, self.clamp(rows), max_tokens)
-        return accounting.request_frames(self.layout, max_tokens) + hot
+    def frames_of(self, max_tokens: int, rows: Sequence[int], tokens: int | None = None) -> int:
+        """Frames a request takes with these hot rows per store and room for ``tokens`` tokens
+        (None: max_tokens), required part included."""
+        now = max_tokens if tokens is None else tokens
+        hot = accounting.hot_frames(self.layout, self.clamp(rows), max_tokens, now)
+        return accounting.request_frames(self.layout, now) + hot
 
     def clamp(self, rows: Sequence[int]) -> tuple[int, ...]:
         """Rows per store, not below the floor."""
@@ -132,9 +101,7 @@ class Hierarchy:
 
     def check_fits_alone(self, max_tokens: int, rows: Sequence[int]) -> None:
         """CapacityError naming the tier if a request could never run, even on an empty engine."""
-        shared = accounting.staging_frames(self.layout, self.reserve)
-        shared += accounting.inflight_frames(self.layout, self.reserve)
-        have = self.arena.frames.num_frames - shared
+        have = self.arena.frames.num_frames - self._shared
         need = self.frames_of(max_tokens, rows)
         if need > have:
             size = self.layout.frame_bytes
@@ -152,40 +119,161 @@ class Hierarchy:
                 f"{_mib(self.host.extents.capacity)}",
             )
 
-    def admit(self, request_id: int, max_tokens: int, rows: Sequence[int]) -> None:
-        """Reserve host, index, map and first hot rows for a request, all or nothing.
+    def room_for(self, max_tokens: int, tokens: int) -> int:
+        """Tokens that a request gets room for when it needs ``tokens``: growth comes in lots."""
+        return min(max_tokens, -(-tokens // GROWTH_TOKENS) * GROWTH_TOKENS)
+
+    def admit(
+        self, request_id: int, max_tokens: int, rows: Sequence[int], tokens: int | None = None
+    ) -> None:
+        """Reserve host memory for ``max_tokens``, and a seat with index, map and first hot rows for
+        ``tokens`` tokens (None: all of them); all or nothing. A preempted request comes back with
+        everything it had committed.
 
         Raises CapacityError (naming the tier) and changes nothing if it does not fit now.
         """
         if request_id in self.requests:
             raise ValueError(f"request {request_id} is admitted already")
-        need = self.frames_of(max_tokens, rows)
+        tokens = max_tokens if tokens is None else tokens
+        need = self.frames_of(max_tokens, rows, tokens)
         if need > self.arena.frames.free:
             raise CapacityError("device", f"{need} frames needed, {self.arena.frames.free} free")
-        request = RequestMemory(
-            request_id, max_tokens, self.layout, self.arena, self.host, RULES[self.rule.eviction]
-        )
+        if not self._seats:
+            raise CapacityError("device", f"all {self.reserve.seats} seats are taken")
+        request = self.suspended.pop(request_id, None)
+        if request is None:
+            request = RequestMemory(request_id, max_tokens, self.layout, self.host)
+        request.place(self.arena, self._tables, heapq.heappop(self._seats), tokens)
         self.requests[request_id] = request
-        self._resize(request, self.clamp(rows))
+        self._restore(request)
+        for store, wanted in zip(self.layout.stores, self.clamp(rows), strict=True):
+            self._resize_store(request, store, wanted)
+        self._warm(request)
+
+    def _restore(self, request: RequestMemory) -> None:
+        """Bring back what a preempted request needs on the device besides hot rows."""
+        for store in self.layout.stores:
+            entries = torch.arange(request.committed_entries(store.index), device=self.arena.device)
+            if not entries.numel():
+                continue
+            tables = self._tables.stores[store.index]
+            seats = torch.full_like(entries, request.seat)
+            self.ops.host_to_arena(
+                self.host.words,
+                tables.host_key(seats, entries),
+                tables.keys.view,
+                tables.key_location(seats, entries),
+            )
+            self.counters.moved_bytes += entries.numel() * store.key.bytes
+        for table, saved in zip(request.pinned, request.saved_pinned, strict=False):
+            every = torch.arange(table.items, device=self.arena.device)
+            table.paged.put(every, saved.to(self.arena.device))
+        request.saved_pinned = []
+
+    def _warm(self, request: RequestMemory) -> None:
+        """A mapped cache of a request that comes back starts with its last selections."""
+        for store in self.layout.stores:
+            hot, recent = request.hot[store.index], request.recent(store.index)
+            if recent is not None and hot.capacity and not hot.full:
+                entries = recent.to(self.arena.device)[-hot.capacity :]
+                hot.seed(entries, self._loader(request, store), step=0)
+
+    def preempt(self, request_id: int) -> None:
+        """Take a request off the device; the host keeps all of it until it is admitted again."""
+        request = self.requests.pop(request_id)
+        self._leave(request)
+        request.suspend()
+        self.suspended[request_id] = request
 
     def release(self, request_id: int) -> None:
         """Free everything a request holds. Releasing twice is harmless."""
         request = self.requests.pop(request_id, None)
         if request is not None:
+            self._leave(request)
             request.release()
+        suspended = self.suspended.pop(request_id, None)
+        if suspended is not None:
+            suspended.release()
+
+    def _leave(self, request: RequestMemory) -> None:
+        self.counters.retrieval.end(request.seat)
+        heapq.heappush(self._seats, request.seat)
+
+    @property
+    def growth_frames(self) -> int:
+        """Frames that one lot of growth may take of a request that is not full."""
+        lot = self.room_for(GROWTH_TOKENS, 1)
+        return sum(s.key.frames(s.store.entries(lot)) + 1 for s in self.layout.stores)
+
+    # --- growth ----------------------------------------------------------------------------------
+
+    def grow(self, request_id: int, tokens: int) -> int:
+        """Room for ``tokens`` tokens of a request. Returns how many frames are missing: with any
+        missing nothing changes."""
+        request = self.requests[request_id]
+        if tokens <= request.reserved:
+            return 0
+        for room in (self.room_for(request.max_tokens, tokens), tokens):
+            missing = request.growth(room) - self.arena.frames.free
+            if missing <= 0:
+                request.grow(room)
+                return 0
+        return missing
+
+    def take_back(self, frames: int, keep: Sequence[float]) -> bool:
+        """Free at least ``frames`` frames of optional rows, from all requests in proportion, leaving
+        each at least ``keep`` rows per store. False, and no change, if there are not so many."""
+        least = [max(rows, self.floor_rows) for rows in keep]
+        caches = [
+            (request, store, request.hot[store.index], floor)
+            for request in self.requests.values()
+            for store, floor in zip(self.layout.stores, least, strict=True)
+        ]
+        for part in range(7, -1, -1):
+            budgets = []
+            freed = 0
+            for request, store, hot, floor in caches:
+                held = hot.room if hot.full else hot.capacity
+                if held <= floor:
+                    continue
+                rows = int(floor + (held - floor) * part // 8)
+                gain = hot.num_frames - store.hot_frames(rows, False)
+                if gain > 0:
+                    freed += gain
+                    budgets.append((request, store, rows))
+            if freed >= frames:
+                for request, store, rows in budgets:
+                    self._resize_store(request, store, rows)
+                self.counters.release_steps += 1
+                self.counters.forced_frames += freed
+                return True
+        return False
 
     # --- one step --------------------------------------------------------------------------------
 
     def begin_step(self, segments: Sequence[Segment], step: int) -> StepMemory:
-        """Open a step over the given segments (consecutive rows from 0)."""
+        """Open a step over the given segments (consecutive rows from 0). Every request must have
+        room for its rows: see :meth:`grow`."""
         rows = segments[-1].stop if segments else 0
         if rows > self.reserve.inflight_rows:
             raise CapacityError(
                 "device", f"{rows} rows in one step, {self.reserve.inflight_rows} reserved"
             )
         requests = [self.requests[segment.request_id] for segment in segments]
+        for request, segment in zip(requests, segments, strict=True):
+            if segment.position + segment.count > request.reserved:
+                raise IntegrityError(f"{segment} exceeds the room for {request.reserved} tokens")
         return StepMemory(
-            self.layout, self.arena, self._tables, requests, segments, step, self.counters
+            self.layout,
+            self._tables,
+            self.host,
+            self.ops,
+            RULES[self.rule.eviction],
+            requests,
+            segments,
+            step,
+            self.counters,
+            self.arena.device,
         )
 
     def commit(self, step: StepMemory, accepted: Sequence[int]) -> None:
@@ -193,72 +281,39 @@ class Hierarchy:
 
         Write-through: rows reach the host first, then the hot cache.
         """
+        kept: list[Accepted] = []
         for request, segment, count in zip(step.requests, step.segments, accepted, strict=True):
-            if request.request_id not in self.requests:
+            if self.requests.get(request.request_id) is not request:
                 continue
             if segment.position != request.committed or not 0 <= count <= segment.count:
                 raise IntegrityError(
                     f"commit of {count} rows at {segment.position} does not fit {segment}"
                 )
-            for store in self.layout.stores:
-                self._commit_store(step, request, segment, store, count)
-            self._commit_pinned(request, segment, count)
-            request.committed += count
-            if segment.last_prompt_row:
-                self._seed(step, request, segment)
-
-    def _commit_store(
-        self,
-        step: StepMemory,
-        request: RequestMemory,
-        segment: Segment,
-        store: StoreLayout,
-        count: int,
-    ) -> None:
-        per = store.store.tokens_per_entry
-        first = request.committed_entries(store.index)
-        last = store.store.entries(request.committed + count)
-        if last == first:
-            return
-        entries = torch.arange(first, last, device=self.arena.device)
-        rows = entries * per + per - 1 - segment.position + segment.start
-        records = self._tables.inflight[store.index].paged.get(rows)
-        keys = request.keys[store.index].paged.get(entries)
-        request.region.rows[store.index][first:last] = records.cpu()
-        request.region.keys[store.index][first:last] = keys.cpu()
-        copied = (last - first) * (store.record.bytes + store.key.bytes)
-        self.counters.device_to_host_bytes += copied
-        hot = request.hot[store.index]
-        if segment.decode or hot.full:
-            hot.append(entries, records, step.step, evict=self.rule.admit_newest)
-
-    def _commit_pinned(self, request: RequestMemory, segment: Segment, count: int) -> None:
-        for i, pinned in enumerate(self.layout.pinned):
-            kept = min(count, pinned.rows)
-            rows = torch.arange(count - kept, count, device=self.arena.device) + segment.start
-            records = self._tables.inflight_pinned[i].paged.get(rows)
-            ring = (rows - segment.start + segment.position) % pinned.rows
-            request.pinned[i].paged.put(ring, records)
+            kept.append(Accepted(request, segment, count))
+        rule = RULES[self.rule.eviction]
+        self._committer.commit(step, kept, rule, self.rule.admit_newest)
+        for one in kept:
+            one.request.committed += one.count
+            if one.segment.last_prompt_row:
+                self._seed(step, one.request, one.segment)
 
     def _seed(self, step: StepMemory, request: RequestMemory, segment: Segment) -> None:
         """Fill mapped hot caches once the prompt is done. Depends on the last row only, not on chunks."""
+        last = segment.stop - 1
         for store in self.layout.stores:
+            for selector in self.layout.geometry.selectors_of(store.store.name):
+                chosen = step.selection(selector)[last]
+                request.note_selected(store.index, ~step.step, chosen)  # of this row alone
             hot = request.hot[store.index]
-            committed = request.committed_entries(store.index)
-            chosen = [
-                step.selection(selector)[segment.stop - 1]
-                for selector in self.layout.geometry.selectors_of(store.store.name)
-            ]
-            recent = torch.unique(torch.cat(chosen))
-            recent = recent[recent >= 0]
-            request.recent[store.index] = recent
             if hot.full or not hot.capacity:
                 continue
+            committed = request.committed_entries(store.index)
             if self.rule.seed == "first":
                 entries = torch.arange(min(hot.capacity, committed), device=self.arena.device)
             else:
+                recent = request.recent(store.index)
                 entries = keep_order(recent, committed, hot.capacity, self.arena.device)
-            hot.seed(entries, self._fetch(request, store, entries), step.step)
+            hot.seed(entries, self._loader(request, store), step.step)
 
     # --- budgets ---------------------------------------------------------------------------------
 
@@ -278,88 +333,66 @@ class Hierarchy:
             request = self.requests[number]
             for store, rows in zip(self.layout.stores, self.clamp(budget), strict=True):
                 hot = request.hot[store.index]
-                change = store.hot_frames(min(rows, hot.max_entries), rows >= hot.max_entries)
-                change -= hot.num_frames
+                change = hot.frames_for(rows) - hot.num_frames
                 changes.append((change, request, store, rows))
                 taken_back |= change < 0 and rows < hot.capacity
         self.counters.release_steps += taken_back
         for _, request, store, rows in sorted(changes, key=lambda change: change[0]):
             self._resize_store(request, store, rows)
 
-    def _resize(self, request: RequestMemory, rows: Sequence[int]) -> None:
-        for store, wanted in zip(self.layout.stores, rows, strict=True):
-            self._resize_store(request, store, wanted)
-
     def _resize_store(self, request: RequestMemory, store: StoreLayout, rows: int) -> None:
-        def fetch(entries: Tensor) -> Tensor:
-            return self._fetch(request, store, entries)
-
+        hot = request.hot[store.index]
+        if rows == hot.capacity or (hot.full and rows >= hot.max_entries):
+            return
+        recent = request.recent(store.index) if hot.full else None
+        if recent is not None:
+            recent = recent.to(self.arena.device)
         committed = request.committed_entries(store.index)
-        request.hot[store.index].resize(rows, committed, fetch, request.recent[store.index])
+        hot.resize(rows, committed, self._loader(request, store), recent)
 
-    def _fetch(self, request: RequestMemory, store: StoreLayout, entries: Tensor) -> Tensor:
-        """Bulk copy from the host for seeding and promotion, counted apart from misses."""
-        self.counters.moved_rows += entries.numel() * store.store.n_layers
-        self.counters.moved_bytes += entries.numel() * store.record.bytes
-        return request.region.rows[store.index][entries.cpu()].to(self.arena.device)
+    def _loader(self, request: RequestMemory, store: StoreLayout) -> Load:
+        """Bulk copies from the host for seeding and promotion, counted apart from misses."""
+        tables = self._tables.stores[store.index]
+
+        def load(entries: Tensor, locations: Tensor) -> None:
+            self.counters.moved_rows += entries.numel() * store.store.n_layers
+            self.counters.moved_bytes += entries.numel() * store.record.bytes
+            home = tables.host_row(torch.full_like(entries, request.seat), entries)
+            self.ops.host_to_arena(self.host.words, home, tables.cache.records, locations)
+
+        return load
 
     def set_rule(self, rule: CacheRule) -> None:
         """Change how hot caches behave, from the next step on, for running requests too."""
         self.rule = rule
-        for request in self.requests.values():
-            for hot in request.hot:
-                hot.rule = RULES[rule.eviction]
 
     # --- reports ---------------------------------------------------------------------------------
 
     def usage(self) -> MemoryUsage:
         """Where every allocated byte is."""
-        frames: dict[str, int] = {}
-        for owner, count in self.arena.frames.owners().items():
-            kind = owner[0] if isinstance(owner, tuple) else str(owner)
-            frames[kind] = frames.get(kind, 0) + count
-        size = self.layout.frame_bytes
-        floor = sum(self._floor_frames(request) for request in self.requests.values())
-        return MemoryUsage(
-            staging=frames.get("staging", 0) * size,
-            in_flight=frames.get("in-flight", 0) * size,
-            index_keys=frames.get("keys", 0) * size,
-            slot_maps=frames.get("map", 0) * size,
-            pinned=frames.get("pinned", 0) * size,
-            hot_floor=floor * size,
-            optional=(frames.get("hot", 0) - floor) * size,
-            free=self.arena.frames.free * size,
-            host_used=self.host.extents.used,
-            host_free=self.host.extents.free,
-        )
+        return measure(self.layout, self.arena, self.host, self.requests.values(), self.floor_rows)
 
     def optional_bytes(self) -> int:
         """Bytes of hot rows beyond the floor."""
         hot = sum(cache.num_frames for request in self.requests.values() for cache in request.hot)
-        floor = sum(self._floor_frames(request) for request in self.requests.values())
+        floor = sum(floor_frames(r, self.floor_rows) for r in self.requests.values())
         return (hot - floor) * self.layout.frame_bytes
-
-    def _floor_frames(self, request: RequestMemory) -> int:
-        """Frames of the protected minimum. A full cache has no metadata, so it may hold fewer."""
-        total = 0
-        for store, hot in zip(self.layout.stores, request.hot, strict=True):
-            rows = min(self.floor_rows, hot.max_entries)
-            total += min(store.hot_frames(rows, rows >= hot.max_entries), hot.num_frames)
-        return total
 
     def check_integrity(self) -> None:
         """IntegrityError unless both tiers, all tables and all copies agree."""
+        if self.arena.device.type == "cuda":
+            torch.cuda.synchronize()  # rows are written to the host by kernels
         self.arena.frames.check_integrity()
         self.host.extents.check_integrity()
+        expected = self._shared
         for request in self.requests.values():
             request.check_integrity()
-        expected = accounting.staging_frames(self.layout, self.reserve)
-        expected += accounting.inflight_frames(self.layout, self.reserve)
-        for request in self.requests.values():
             rows = tuple(hot.capacity for hot in request.hot)
-            expected += accounting.request_frames(self.layout, request.max_tokens)
-            expected += accounting.hot_frames(self.layout, rows, request.max_tokens)
+            expected += self.frames_of(request.max_tokens, rows, request.reserved)
         if expected != self.arena.frames.used:
             raise IntegrityError(
                 f"accounting says {expected} frames, {self.arena.frames.used} are used"
             )
+        seats = sorted([*self._seats, *(request.seat for request in self.requests.values())])
+        if seats != list(range(self.reserve.seats)):
+            raise IntegrityError(f"seats {seats} are not each free or taken once")

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpolicy.errors import CapacityError
 from kvpolicy.memory import accounting
 from kvpolicy.memory.extents import Extent, ExtentAllocator
-from kvpolicy.memory.layout import Item, Layout
+from kvpolicy.memory.layout import WORD, Item, Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +18,14 @@ class HostRegion:
     """One request's share of the pool, contiguous.
 
     rows, keys: per store, [entries, layers, width] and [entries, width], views of the pool.
+    row_base, key_base: where each begins, in words of the pool.
     """
 
     extent: Extent
     rows: tuple[Tensor, ...]
     keys: tuple[Tensor, ...]
+    row_base: tuple[int, ...]
+    key_base: tuple[int, ...]
 
 
 class HostPool:
@@ -35,19 +38,25 @@ class HostPool:
             self._buffer = torch.empty(capacity, dtype=torch.uint8, pin_memory=pinned)
         except RuntimeError as error:
             raise CapacityError("host", f"{capacity} bytes: {str(error).splitlines()[0]}") from None
+        self.words = self._buffer[: capacity // WORD * WORD].view(torch.int32)
 
     def reserve(self, max_tokens: int) -> HostRegion:
         """Room for ``max_tokens`` tokens of one request, or CapacityError and no change."""
         extent = self.extents.allocate(accounting.host_bytes(self.layout, max_tokens))
         rows: list[Tensor] = []
         keys: list[Tensor] = []
+        bases: tuple[list[int], list[int]] = ([], [])
         offset = extent.start
         for store in self.layout.stores:
             entries = store.store.entries(max_tokens)
-            for item, into in ((store.record, rows), (store.key, keys)):
+            for item, into, base in (
+                (store.record, rows, bases[0]),
+                (store.key, keys, bases[1]),
+            ):
                 into.append(self._array(offset, entries, item))
+                base.append(offset // WORD)
                 offset += ExtentAllocator.rounded(entries * item.bytes)
-        return HostRegion(extent, tuple(rows), tuple(keys))
+        return HostRegion(extent, tuple(rows), tuple(keys), tuple(bases[0]), tuple(bases[1]))
 
     def _array(self, offset: int, entries: int, item: Item) -> Tensor:
         raw = self._buffer[offset : offset + entries * item.bytes]

@@ -3,6 +3,9 @@
 Two forms. *Mapped*: ``capacity`` slots, a map entry -> slot, an eviction rule. *Full*: every entry
 is resident, slot = entry, no metadata, nothing to look up. :meth:`HotCache.resize` moves between
 them; rows are never lost, since the host holds each of them before it may be dropped here.
+
+Look-up, admission and new rows are the kernels' (``kernels.resolve``), for all requests at once;
+here is what happens seldom: a cache changes its size or its form.
 """
 
 from __future__ import annotations
@@ -13,66 +16,62 @@ import torch
 from torch import Tensor
 
 from kvpolicy.errors import IntegrityError
-from kvpolicy.kernels.eviction import EvictionRule, SweepState, stamp_of
-from kvpolicy.kernels.paging import arange
-from kvpolicy.kernels.resolve import ABSENT, HotState, Resolution, make_room, place, resolve
+from kvpolicy.kernels.eviction import stamp_of
+from kvpolicy.kernels.paging import Paged, arange
+from kvpolicy.kernels.resolve import ABSENT
 from kvpolicy.memory.arena import Arena, Table
-from kvpolicy.memory.layout import StoreLayout
+from kvpolicy.memory.tables import StoreTables
 
 ENTRY, STAMP = 0, 1
-# Records copied at once when a cache becomes full: bounds the copy that is outside the arena.
-PROMOTE_ROWS = 1024
 
-Fetch = Callable[[Tensor], Tensor]
-"""Records of entries from the host: int64 [n] -> [n, layers, width] on the device."""
+Load = Callable[[Tensor, Tensor], None]
+"""Copies records of committed entries from the host to arena locations: int64 [n] each."""
 
 
 class HotCache:
     """Hot rows of one request in one store.
 
-    slot_map: the request's map table over all its entries (required memory, owned by the caller).
-    max_entries: entries the request can ever have. Starts mapped with capacity 0.
+    tables, seat: where kernels find it. slot_map: the request's map table (required memory, owned
+    by the caller), with room for ``room`` entries now. max_entries: entries the request can ever
+    have. Starts mapped with capacity 0.
     """
 
     def __init__(
         self,
         arena: Arena,
-        layout: StoreLayout,
+        tables: StoreTables,
+        seat: int,
         slot_map: Table,
+        room: int,
         max_entries: int,
-        rule: EvictionRule,
         owner: tuple[object, ...],
     ) -> None:
-        self.layout = layout
+        self.layout = tables.layout
         self.max_entries = max_entries
-        self.rule = rule
+        self.room = room
         self.device = arena.device
         self.capacity = 0
         self.full = False
+        self._tables, self._seat = tables, seat
         self._map = slot_map
-        self._rows = Table(arena, layout.record, ("hot", *owner))
-        self._meta = Table(arena, layout.meta, ("hot", *owner))
-        self._sweep = SweepState()
+        cache = tables.cache
+        self._rows = Table(arena, self.layout.record, ("hot", *owner), cache.row_frames[seat])
+        self._meta = Table(arena, self.layout.meta, ("hot", *owner), cache.meta_frames[seat])
         self._frames = arena.frames
-        self._clear_map()
+        self._set_form(0, full=False)
+        self._clear_map(0)
 
     # --- reading -------------------------------------------------------------------------------
-
-    @property
-    def state(self) -> HotState:
-        """Device state as the resolve kernel takes it."""
-        return HotState(
-            slot_of=self._map.paged,
-            entry_of=self._meta.column(ENTRY),
-            stamp=self._meta.column(STAMP),
-            capacity=self.capacity,
-            sweep=self._sweep,
-        )
 
     @property
     def num_frames(self) -> int:
         """Arena frames held by rows and metadata."""
         return self._rows.num_frames + self._meta.num_frames
+
+    def frames_for(self, rows: int) -> int:
+        """Arena frames that a budget takes now."""
+        full = rows >= self.max_entries
+        return self.layout.hot_frames(self.room if full else rows, full)
 
     def count_missing(self, entries: Tensor) -> int:
         """How many of ``entries`` (int64, committed) are not resident. Changes nothing."""
@@ -84,54 +83,25 @@ class HotCache:
         """Arena locations of slots (of entries, where full)."""
         return self._rows.paged.locate(slots)
 
-    def resolve(self, wanted: Tensor, step: int, admit: Tensor | None) -> Resolution:
-        """See :func:`kvpolicy.kernels.resolve.resolve`. A full cache misses nothing."""
-        if self.full:
-            return Resolution(wanted, torch.zeros_like(wanted, dtype=torch.bool))
-        return resolve(wanted, self.state, self.rule, step, admit)
-
-    def write(self, slots: Tensor, records: Tensor) -> None:
-        """Store records at slots that :meth:`resolve` or :meth:`append` gave out."""
-        self._rows.paged.put(slots, records)
-
-    # --- new rows ------------------------------------------------------------------------------
-
-    def append(self, entries: Tensor, records: Tensor, step: int, evict: bool) -> None:
-        """Take in newly committed entries (ascending), as far as there is room.
-
-        evict: old rows may give way; without it only free slots are used.
-        """
-        if self.full:
-            self._rows.paged.put(entries, records)
-            return
-        if self.capacity == 0 or not entries.numel():
-            return
-        state = self.state
-        nothing = entries[:0]
-        if evict:
-            room = make_room(state, self.rule, step, entries.numel(), keep=nothing)
-        else:
-            slots = arange(self.capacity, self.device)
-            room = slots[state.entry_of.get(slots) == ABSENT][: entries.numel()]
-        if not room.numel():
-            return
-        # Where not all fit, the newest stay: they are the likeliest to be selected again.
-        entries, records = entries[-room.numel() :], records[-room.numel() :]
-        place(state, entries, room, stamp_of(step, hit=False))
-        self.write(room, records)
-
     # --- capacity ------------------------------------------------------------------------------
 
-    def resize(self, rows: int, committed: int, fetch: Fetch, recent: Tensor | None = None) -> None:
+    def grow(self, room: int) -> None:
+        """Room for more entries; the map table has been resized already. The frames must be free."""
+        old, self.room = self.room, room
+        self._clear_map(old)
+        if self.full:
+            self._rows.resize(room)
+
+    def resize(self, rows: int, committed: int, load: Load, recent: Tensor | None = None) -> None:
         """Set the budget. At or above ``max_entries`` the cache becomes full.
 
-        committed: entries on the host now; fetch: reads them. recent: entries selected last (kept
-        first when a full cache shrinks). Growing may raise CapacityError, then nothing changed;
-        shrinking never fails: if metadata does not fit in what is freed, fewer rows stay.
+        committed: entries on the host now; load: copies them here. recent: entries selected last
+        (kept first when a full cache shrinks). Growing may raise CapacityError, then nothing
+        changed; shrinking never fails: if metadata does not fit in what is freed, fewer rows stay.
         """
         if rows >= self.max_entries:
             if not self.full:
-                self._become_full(committed, fetch)
+                self._become_full(committed, load)
         elif self.full:
             self._leave_full(rows, committed, recent)
         elif rows < self.capacity:
@@ -145,21 +115,20 @@ class HotCache:
         self._frames.require(needed, self._rows.owner)
         self._rows.resize(rows)
         self._meta.resize(rows)
-        self.capacity = rows
         fresh = arange(rows, self.device)[old:]
         self._set_meta(fresh, torch.full_like(fresh, ABSENT), torch.zeros_like(fresh))
-        self._sweep.hand = old
+        self._set_form(rows, full=False)
+        self._tables.cache.hand[self._seat] = old
 
     def _shrink(self, rows: int) -> None:
         """Keep the most recently used rows; those beyond the new end move into freed slots."""
-        state = self.state
         slots = arange(self.capacity, self.device)
-        entry, stamp = state.entry_of.get(slots).long(), state.stamp.get(slots)
+        entry, stamp = self._column(ENTRY).get(slots).long(), self._column(STAMP).get(slots)
         held = slots[entry != ABSENT]
         order = torch.sort(stamp[held], stable=True, descending=True).indices
         keep, drop = held[order[:rows]], held[order[rows:]]
         dropped = entry[drop]
-        state.slot_of.put(dropped, torch.full_like(dropped, ABSENT))
+        self._map.paged.put(dropped, torch.full_like(dropped, ABSENT))
         occupied = torch.zeros(self.capacity, dtype=torch.bool, device=self.device)
         occupied[keep] = True
         movers = keep[keep >= rows].sort().values
@@ -168,27 +137,24 @@ class HotCache:
         if movers.numel():
             self._rows.paged.put(targets, self._rows.paged.get(movers))
             self._set_meta(targets, entry[movers], stamp[movers])
-            state.slot_of.put(entry[movers], targets)
+            self._map.paged.put(entry[movers], targets)
         self._set_meta(empty, torch.full_like(empty, ABSENT), torch.zeros_like(empty))
         self._rows.resize(rows)
         self._meta.resize(rows)
-        self.capacity = rows
-        self._sweep.hand = self._sweep.hand % rows if rows else 0
+        self._set_form(rows, full=False)
+        hand = self._tables.cache.hand
+        hand[self._seat] = hand[self._seat] % rows if rows else 0
 
-    def _become_full(self, committed: int, fetch: Fetch) -> None:
+    def _become_full(self, committed: int, load: Load) -> None:
         """Promotion: all rows come from the host into place. The map is left absent, unused."""
-        self._frames.require(
-            self.layout.hot_frames(self.max_entries, True) - self.num_frames, self._rows.owner
-        )
-        self._clear_map()
+        self._frames.require(self.frames_for(self.max_entries) - self.num_frames, self._rows.owner)
+        self._clear_map(0)
         self._rows.resize(0)
         self._meta.resize(0)
-        self._rows.resize(self.max_entries)
-        self.capacity = self.max_entries
-        self.full = True
-        for start in range(0, committed, PROMOTE_ROWS):
-            entries = arange(committed, self.device)[start : start + PROMOTE_ROWS]
-            self._rows.paged.put(entries, fetch(entries))
+        self._rows.resize(self.room)
+        self._set_form(self.max_entries, full=True)
+        entries = arange(committed, self.device)
+        load(entries, self.locate(entries))
 
     def _leave_full(self, rows: int, committed: int, recent: Tensor | None) -> None:
         """Release: the entries selected last stay, then the newest, as far as ``rows`` go."""
@@ -198,40 +164,54 @@ class HotCache:
         entries = keep_order(recent, committed, rows, self.device)
         records = self._rows.paged.get(entries)
         self._rows.resize(0)
-        self.full = False
-        self.capacity = 0
-        self._sweep = SweepState()
+        self._set_form(0, full=False)
+        self._tables.cache.draws[self._seat] = 0
         self._grow(rows)
         if rows and entries.numel():
-            room = arange(entries.numel(), self.device)
-            place(self.state, entries, room, 0)
+            slots = arange(entries.numel(), self.device)
+            stamps = torch.zeros_like(slots)
             if recent is not None:
-                selected = room[torch.isin(entries, recent)]
-                self.state.stamp.put(selected, torch.ones_like(selected))
-            self.write(room, records)
+                stamps[torch.isin(entries, recent)] = 1
+            self._place(entries, slots, stamps)
+            self._rows.paged.put(slots, records)
 
-    def seed(self, entries: Tensor, records: Tensor, step: int) -> None:
+    def seed(self, entries: Tensor, load: Load, step: int) -> None:
         """Make ``entries`` (distinct, at most ``capacity``) the content of a mapped cache."""
-        self._clear_map()
+        self._clear_map(0)
         every = arange(self.capacity, self.device)
         self._set_meta(every, torch.full_like(every, ABSENT), torch.zeros_like(every))
         slots = every[: entries.numel()]
-        place(self.state, entries, slots, stamp_of(step, hit=False))
-        self.write(slots, records)
+        self._place(entries, slots, torch.full_like(slots, stamp_of(step, hit=False)))
+        load(entries, self.locate(slots))
 
     def release(self) -> None:
         """Give all hot frames back (the map table is the caller's)."""
         self._rows.resize(0)
         self._meta.resize(0)
-        self.capacity = 0
-        self.full = False
+        self._set_form(0, full=False)
 
     # --- helpers -------------------------------------------------------------------------------
 
-    def _clear_map(self) -> None:
-        everything = arange(self.max_entries, self.device)
-        if everything.numel():
-            self._map.paged.put(everything, torch.full_like(everything, ABSENT))
+    def _set_form(self, capacity: int, full: bool) -> None:
+        self.capacity, self.full = capacity, full
+        self._tables.set_form(self._seat, capacity, full)
+        if not capacity or full:
+            self._tables.cache.hand[self._seat] = 0
+
+    def _column(self, index: int) -> Paged:
+        return self._meta.column(index)
+
+    def _clear_map(self, start: int) -> None:
+        """Mark the entries from ``start`` on absent."""
+        entries = arange(self.room, self.device)[start:]
+        if entries.numel():
+            self._map.paged.put(entries, torch.full_like(entries, ABSENT))
+
+    def _place(self, entries: Tensor, slots: Tensor, stamps: Tensor) -> None:
+        """Publish entries at slots (both distinct); the rows are copied by the caller."""
+        if entries.numel():
+            self._map.paged.put(entries, slots)
+            self._set_meta(slots, entries, stamps)
 
     def _set_meta(self, slots: Tensor, entry: Tensor, stamp: Tensor) -> None:
         if slots.numel():
@@ -246,6 +226,8 @@ class HotCache:
         """
         where = self._rows.owner
         if self.full:
+            if self._rows.items != self.room or not bool(self._tables.cache.full[self._seat]):
+                raise IntegrityError(f"{where}: full, but not with room for {self.room} entries")
             held = slots = arange(committed, self.device)
         else:
             slots, held = self._check_maps(committed)
@@ -259,12 +241,19 @@ class HotCache:
         where = self._rows.owner
         if self._rows.items != self.capacity or self._meta.items != self.capacity:
             raise IntegrityError(f"{where}: tables and capacity {self.capacity} differ")
-        slot_of = self._map.paged.get(arange(self.max_entries, self.device)).long()
+        if self._map.items != self.room:
+            raise IntegrityError(
+                f"{where}: a map of {self._map.items} entries, room for {self.room}"
+            )
+        tables, seat = self._tables.cache, self._seat
+        if int(tables.capacity[seat]) != self.capacity or bool(tables.full[seat]):
+            raise IntegrityError(f"{where}: kernels see another capacity")
+        slot_of = self._map.paged.get(arange(self.room, self.device)).long()
         entries = (slot_of != ABSENT).nonzero()[:, 0]
         if entries.numel() and int(entries[-1]) >= committed:
             raise IntegrityError(f"{where}: entry {int(entries[-1])} is hot before it is committed")
         slots = arange(self.capacity, self.device)
-        entry_of = self.state.entry_of.get(slots).long()
+        entry_of = self._column(ENTRY).get(slots).long()
         held = slots[entry_of != ABSENT]
         if not torch.equal(slot_of[entries].sort().values, held):
             raise IntegrityError(f"{where}: map and slots disagree on which slots are taken")

@@ -16,6 +16,8 @@ META_WIDTH = 2
 # record) then stays under 1/12 of it.
 RECORDS_PER_FRAME = 12
 SMALLEST_FRAME = 4096
+# Records are copied in words of this many bytes.
+WORD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,11 @@ class Item:
     def bytes(self) -> int:
         """Payload bytes of one item."""
         return _item_bytes(self.shape, self.dtype)
+
+    @property
+    def words(self) -> int:
+        """Payload in words of four bytes."""
+        return self.bytes // WORD
 
     def frames(self, items: int) -> int:
         """Frames that a table of ``items`` items takes."""
@@ -91,6 +98,11 @@ class Layout:
         self.pinned = tuple(self._pinned(pinned) for pinned in geometry.pinned)
         self._by_name = {layout.store.name: layout for layout in self.stores}
         self.topk = max(selector.topk for selector in geometry.selectors)
+        for item in (item for s in self.stores for item in (s.record, s.key)):
+            if item.bytes % WORD:
+                raise UserError(
+                    f"kv_dtype = {kv_dtype!r}: records of {item.bytes} bytes are no whole words"
+                )
 
     def of(self, selector: Selector) -> StoreLayout:
         """The layout of the store that a selector reads."""

@@ -2,92 +2,164 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 from torch import Tensor
 
 from kvpolicy.errors import CapacityError, IntegrityError
-from kvpolicy.kernels.eviction import EvictionRule
+from kvpolicy.memory import accounting
 from kvpolicy.memory.arena import Arena, Table
-from kvpolicy.memory.counters import RetrievalCounters
 from kvpolicy.memory.host_pool import HostPool
 from kvpolicy.memory.hot_cache import HotCache
 from kvpolicy.memory.layout import Layout
+from kvpolicy.memory.tables import SharedTables
+
+# Device tables grow by room for this many tokens at a time, so that most steps need none.
+GROWTH_TOKENS = 64
+# Selections kept of a request that is followed, at most: 64 steps of four stores, 256 KiB at k = 128.
+TRACE_LENGTH = 256
+NOWHERE = -1
+
+Selected = tuple[int, int, int, Tensor]
+"""(store, step, committed tokens, chosen) of one retrieval, as note_selected was told."""
+SelectionTrace = deque[Selected]
 
 
 class RequestMemory:
-    """Allocates everything a request needs for ``max_tokens`` tokens, or raises and takes nothing.
+    """A request's memory in both tiers: on the host from the start and to the end, for all its
+    ``max_tokens``; on the device while it has a seat, for ``reserved`` tokens, growing.
 
-    committed: tokens whose rows are durable on the host. recent: per store, the entries that the
-    last step selected. counters: decode retrieval of this request.
+    committed: tokens whose rows are durable on the host. seat: its place among the requests on the
+    device, or NOWHERE. trace: its last selections, while somebody follows it (:meth:`follow`).
+    Raises CapacityError (host) and takes nothing if the host has no room.
     """
 
-    def __init__(
-        self,
-        request_id: int,
-        max_tokens: int,
-        layout: Layout,
-        arena: Arena,
-        host: HostPool,
-        rule: EvictionRule,
-    ) -> None:
+    def __init__(self, request_id: int, max_tokens: int, layout: Layout, host: HostPool) -> None:
         self.request_id = request_id
         self.max_tokens = max_tokens
         self.layout = layout
         self.committed = 0
-        self.counters = RetrievalCounters()
-        self.recent: list[Tensor | None] = [None] * len(layout.stores)
-        self._recent_step = [-1] * len(layout.stores)
+        self.reserved = 0
+        self.seat = NOWHERE
         self._host = host
         self.region = host.reserve(max_tokens)
         self.keys: list[Table] = []
         self.maps: list[Table] = []
         self.pinned: list[Table] = []
         self.hot: list[HotCache] = []
+        self.saved_pinned: list[Tensor] = []
+        self._recent: list[list[Tensor]] = [[] for _ in layout.stores]
+        self._recent_step = [-1] * len(layout.stores)
+        self.trace: SelectionTrace | None = None
+
+    # --- the device part -------------------------------------------------------------------------
+
+    def place(self, arena: Arena, tables: SharedTables, seat: int, tokens: int) -> None:
+        """Take a seat, with room for ``tokens`` tokens and empty hot caches.
+
+        Raises CapacityError and takes nothing if the frames do not suffice.
+        """
+        self.seat, self.reserved = seat, tokens
         try:
-            self._allocate(arena, rule)
+            self._allocate(arena, tables)
         except CapacityError:
-            self.release()
+            self.leave()
             raise
 
-    def _allocate(self, arena: Arena, rule: EvictionRule) -> None:
-        for store in self.layout.stores:
-            entries = store.store.entries(self.max_tokens)
+    def _allocate(self, arena: Arena, tables: SharedTables) -> None:
+        seat = self.seat
+        for own in tables.stores:
+            store = own.layout
+            room = store.store.entries(self.reserved)
             name = (self.request_id, store.store.name)
-            for tables, item, kind in (
-                (self.keys, store.key, "keys"),
-                (self.maps, store.slot_map, "map"),
-            ):
-                table = Table(arena, item, (kind, *name))
-                tables.append(table)
-                table.resize(entries)
-            self.hot.append(HotCache(arena, store, self.maps[-1], entries, rule, name))
+            keys = Table(arena, store.key, ("keys", *name), own.keys.frames[seat])
+            maps = Table(arena, store.slot_map, ("map", *name), own.cache.map_frames[seat])
+            self.keys.append(keys)
+            self.maps.append(maps)
+            keys.resize(room)
+            maps.resize(room)
+            most = store.store.entries(self.max_tokens)
+            self.hot.append(HotCache(arena, own, seat, maps, room, most, name))
+            at = store.index
+            own.set_home(seat, self.region.row_base[at], self.region.key_base[at])
         for pinned in self.layout.pinned:
             table = Table(arena, pinned.record, ("pinned", self.request_id, pinned.pinned.name))
             self.pinned.append(table)
             table.resize(pinned.rows)
 
-    def committed_entries(self, store: int) -> int:
-        """Entries of a store that are complete and durable."""
-        return self.layout.stores[store].store.entries(self.committed)
+    def growth(self, tokens: int) -> int:
+        """Frames that room for ``tokens`` tokens takes beyond what is held."""
+        required = accounting.request_frames
+        more = required(self.layout, tokens) - required(self.layout, self.reserved)
+        for store, hot in zip(self.layout.stores, self.hot, strict=True):
+            if hot.full:
+                room = store.store.entries(tokens)
+                more += store.hot_frames(room, True) - store.hot_frames(hot.room, True)
+        return more
 
-    def note_selected(self, store: int, step: int, entries: Tensor) -> None:
-        """Remember what a step selected of a store; all its selectors and waves together."""
-        known = self.recent[store]
-        if known is not None and self._recent_step[store] == step:
-            entries = torch.unique(torch.cat([known, entries]))
-        self.recent[store] = entries
-        self._recent_step[store] = step
+    def grow(self, tokens: int) -> None:
+        """Room for ``tokens`` tokens. The frames must be free: see :meth:`growth`."""
+        self.reserved = tokens
+        for store, keys, maps, hot in zip(
+            self.layout.stores, self.keys, self.maps, self.hot, strict=True
+        ):
+            room = store.store.entries(tokens)
+            keys.resize(room)
+            maps.resize(room)
+            hot.grow(room)
 
-    def release(self) -> None:
-        """Give everything back; a second call does nothing."""
+    def leave(self) -> None:
+        """Give up the seat and everything on the device; a second call does nothing."""
         for hot in self.hot:
             hot.release()
         for table in (*self.keys, *self.maps, *self.pinned):
             table.resize(0)
         self.hot, self.keys, self.maps, self.pinned = [], [], [], []
+        self.seat, self.reserved = NOWHERE, 0
+
+    def suspend(self) -> None:
+        """Leave the device, with all that only the device had saved on the host."""
+        self.saved_pinned = [table.paged.prefix(table.items).cpu() for table in self.pinned]
+        # What stays of the last selections is a few numbers of the host, no view of a step.
+        found = [self.recent(store.index) for store in self.layout.stores]
+        self._recent = [[] if entries is None else [entries.cpu()] for entries in found]
+        self.trace = None
+        self.leave()
+
+    def release(self) -> None:
+        """Give everything back; a second call does nothing."""
+        self.leave()
         if self.region is not None:
             self._host.release(self.region)
             self.region = None  # type: ignore[assignment]
+
+    # --- what is known of it ---------------------------------------------------------------------
+
+    def committed_entries(self, store: int) -> int:
+        """Entries of a store that are complete and durable."""
+        return self.layout.stores[store].store.entries(self.committed)
+
+    def note_selected(self, store: int, step: int, chosen: Tensor) -> None:
+        """Remember what a step selected of a store; all its selectors together. chosen: int64,
+        any shape, with negative numbers as padding. No work is done here."""
+        if self.trace is not None and step >= 0:
+            self.trace.append((store, step, self.committed, chosen))
+        if self._recent_step[store] != step:
+            self._recent_step[store] = step
+            self._recent[store] = []
+        self._recent[store].append(chosen)
+
+    def follow(self) -> None:
+        """Keep the selections from now on in ``trace``, as many as TRACE_LENGTH."""
+        self.trace = deque(maxlen=TRACE_LENGTH)
+
+    def recent(self, store: int) -> Tensor | None:
+        """Committed entries that the last step selected, ascending; None if nothing was selected."""
+        if not self._recent[store]:
+            return None
+        entries = torch.unique(torch.cat([chosen.flatten() for chosen in self._recent[store]]))
+        return entries[(entries >= 0) & (entries < self.committed_entries(store))]
 
     def check_integrity(self) -> None:
         """Hot rows and index keys equal the host's copy; maps and slots mirror each other."""

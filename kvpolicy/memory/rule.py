@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from kvpolicy import evictions
 from kvpolicy.errors import unknown_name
 
-Eviction = Literal["clock", "lru", "fifo", "random"]
-"""Names of the rules in kvpolicy.kernels.eviction.RULES (a test holds the two together)."""
+Eviction = str
+"""Name of an eviction rule, one of kvpolicy.evictions.names()."""
 Seed = Literal["selection", "first"]
-EVICTIONS: tuple[Eviction, ...] = get_args(Eviction)
+EVICTIONS: tuple[Eviction, ...] = tuple(evictions.BUILT_IN)
 SEEDS: tuple[Seed, ...] = get_args(Seed)
 
 
@@ -18,10 +19,11 @@ SEEDS: tuple[Seed, ...] = get_args(Seed)
 class CacheRule:
     """How hot caches behave; a controller states its own. UserError for an unknown name.
 
-    eviction: which row gives way. admit_newest: a committed row enters the hot cache even if
-    another must go (else only into free room). seed: what a cache holds after the prompt:
-    ``selection`` (what the last prompt row selected, then the newest rows) or ``first`` (the first
-    rows of the prompt, as SGLang's colocated prefill leaves them).
+    eviction: which row gives way (a plug-in's rule is loaded here, and torch with it). admit_newest:
+    a committed row enters the hot cache even if another must go (else only into free room). seed:
+    what a cache holds after the prompt: ``selection`` (what the last prompt row selected, then the
+    newest rows) or ``first`` (the first rows of the prompt, as SGLang's colocated prefill leaves
+    them).
     """
 
     eviction: Eviction = "clock"
@@ -30,6 +32,6 @@ class CacheRule:
 
     def __post_init__(self) -> None:
         if self.eviction not in EVICTIONS:
-            raise unknown_name("eviction", str(self.eviction), EVICTIONS)
+            evictions.find(self.eviction)
         if self.seed not in SEEDS:
             raise unknown_name("seed rule", str(self.seed), SEEDS)

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvpolicy.memory.arena import Table
-
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -30,20 +28,11 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedTables:
-    """Frames that every step uses in turn: staging, and in-flight rows per store and pinned set."""
-
-    staging: tuple[Table, ...]
-    inflight: tuple[Table, ...]
-    inflight_pinned: tuple[Table, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Wave:
     """Query rows start..stop-1 of the step, all of whose selected rows are on the device.
 
     locations: int64 [stop - start, k] in the arena; valid: bool, False where a row has fewer than
-    k entries (the location then repeats a valid one).
+    k entries (the location is then that of a finite row).
     """
 
     start: int

@@ -14,57 +14,82 @@ from torch import Tensor
 
 from kvpolicy.errors import IntegrityError
 from kvpolicy.geometry.geometry import Selector
+from kvpolicy.kernels.eviction import EvictionRule
+from kvpolicy.kernels.indexer import KeyPages
+from kvpolicy.kernels.memory_ops import MemoryOps
 from kvpolicy.kernels.paging import gather, scatter
-from kvpolicy.memory.arena import Arena
 from kvpolicy.memory.counters import MemoryCounters
+from kvpolicy.memory.host_pool import HostPool
 from kvpolicy.memory.layout import Layout, PinnedLayout, StoreLayout
 from kvpolicy.memory.request import RequestMemory
 from kvpolicy.memory.retrieval import Retriever
-from kvpolicy.memory.segments import Segment, SharedTables, Wave
+from kvpolicy.memory.rows import StepRows
+from kvpolicy.memory.segments import Segment, Wave
+from kvpolicy.memory.tables import SharedTables
 
 
 class StepMemory:
     """One step's access to the hierarchy. Made by ``Hierarchy.begin_step``, used once.
 
-    positions: int64 [n], the position of every row, on the device.
+    numbers: of every row, on the device (see StepRows).
     """
 
     def __init__(
         self,
         layout: Layout,
-        arena: Arena,
         tables: SharedTables,
+        host: HostPool,
+        ops: MemoryOps,
+        rule: EvictionRule,
         requests: Sequence[RequestMemory],
         segments: Sequence[Segment],
         step: int,
         counters: MemoryCounters,
+        device: torch.device,
     ) -> None:
         self.layout = layout
         self.tables = tables
         self.requests = tuple(requests)
         self.segments = tuple(segments)
         self.step = step
-        self.device = arena.device
+        self.device = device
         self.rows = sum(segment.count for segment in segments)
-        spans = [torch.arange(s.position, s.position + s.count) for s in segments]
-        self.positions = torch.cat(spans).to(self.device) if spans else torch.zeros(0).long()
+        self.numbers = StepRows(self.requests, self.segments, device)
         self._geometry = layout.geometry
-        self._index = torch.arange(self.rows, device=self.device)
-        self._views = [arena.view(store.record) for store in layout.stores]
         self._selection: dict[str, Tensor] = {}
         self._waves: dict[str, list[Wave]] = {}
         self._latest: str | None = None
         self._retriever = Retriever(
-            layout, arena, tables, self.requests, self.segments, step, counters
+            layout,
+            tables,
+            host,
+            ops,
+            rule,
+            self.requests,
+            self.segments,
+            self.numbers,
+            step,
+            counters,
         )
+
+    @property
+    def positions(self) -> Tensor:
+        """Position of every row in its request: int64 [n], on the device."""
+        return self.numbers.positions
+
+    @property
+    def row_segment(self) -> Tensor:
+        """Which segment every row is of: int64 [n], on the device."""
+        return self.numbers.segment
 
     # --- rows and keys of this step --------------------------------------------------------------
 
     def write_rows(self, layer: int, rows: Tensor) -> None:
         """Put this step's rows of one layer in flight. rows: [n, width], one per row of the step."""
         store = self._owner(layer)
-        view = self._views[store.index][..., store.store.layers.index(layer), :]
-        scatter(view, self.tables.inflight[store.index].paged.locate(self._index), rows)
+        records = self.tables.stores[store.index].cache.records
+        view = records[..., store.store.layers.index(layer), :]
+        scatter(view, self.tables.inflight[store.index].paged.locate(self.numbers.index), rows)
 
     def write_keys(self, layer: int, keys: Tensor) -> None:
         """Index keys of this step's rows, for the store whose rows ``layer`` owns. [n, width].
@@ -74,18 +99,19 @@ class StepMemory:
         """
         store = self._owner(layer)
         per = store.store.tokens_per_entry
-        for request, segment in zip(self.requests, self.segments, strict=True):
-            own = slice(segment.start, segment.stop)
-            complete = (self.positions[own] + 1) % per == 0
-            entries = self.positions[own][complete] // per
-            request.keys[store.index].paged.put(entries, keys[own][complete])
+        seats, positions = self.numbers.seat, self.positions
+        if per > 1:
+            complete = (positions + 1) % per == 0
+            seats, positions, keys = seats[complete], positions[complete], keys[complete]
+        tables = self.tables.stores[store.index]
+        scatter(tables.keys.view, tables.key_location(seats, positions // per), keys)
 
     def write_pinned(self, name: str, layer: int, rows: Tensor) -> None:
         """Put rows of a pinned set in flight for one of its layers. rows: [n, width]."""
         i, pinned = self._pinned(name)
         table = self.tables.inflight_pinned[i].paged
         view = table.view[..., pinned.pinned.layers.index(layer), :]
-        scatter(view, table.locate(self._index), rows)
+        scatter(view, table.locate(self.numbers.index), rows)
 
     def read_pinned(self, name: str, layer: int, segment: int, row: int) -> Tensor:
         """The window that one row of a segment sees, oldest first, its own row last.
@@ -115,6 +141,12 @@ class StepMemory:
         own = self.segments[segment]
         entries = store.store.entries(own.position + own.count)
         return self.requests[segment].keys[store.index].paged.prefix(entries)
+
+    def key_pages(self, selector: Selector) -> KeyPages:
+        """The same keys of all segments, where they lie."""
+        keys = self.tables.stores[self.layout.of(selector).index].keys
+        seats = torch.tensor([request.seat for request in self.requests], device=self.device)
+        return KeyPages(keys.view, keys.frames[seats])
 
     def select(self, selector: Selector, selection: Tensor) -> None:
         """Publish the top-k of every row: int64 [n, k], ascending, -1 after the last one."""
@@ -150,12 +182,15 @@ class StepMemory:
 
     def gather(self, layer: int, wave: Wave) -> Tensor:
         """Rows of one layer for every query row of a wave: [m, k, width]."""
+        return gather(self.row_view(layer), wave.locations)
+
+    def row_view(self, layer: int) -> Tensor:
+        """The arena read as rows that one layer attends: [F, per, width], strided."""
         selector = self._geometry.selector_of_layer(layer)
         at = self._geometry.row_of_layer(layer)
         if selector is None or at is None:
             raise ValueError(f"layer {layer} reads no store")
-        view = self._views[self.layout.of(selector).index][..., at, :]
-        return gather(view, wave.locations)
+        return self.tables.stores[self.layout.of(selector).index].cache.records[..., at, :]
 
     # --- look-ups --------------------------------------------------------------------------------
 

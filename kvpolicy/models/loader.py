@@ -7,13 +7,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvpolicy.errors import UserError
 from kvpolicy.geometry.geometry import Geometry
+from kvpolicy.kernels.backend import BackendError, choose_backend
 from kvpolicy.memory.step import StepMemory
 from kvpolicy.models.checkpoint import checkpoint_folder
 
 
 class DecodeModel(Protocol):
-    """What the engine needs of a model. Every row's bits must depend on that row's history alone."""
+    """What the engine needs of a model. Every row's bits must depend on that row's history alone.
+
+    backend: the kernels it runs on, for the run record.
+    """
 
     @property
     def geometry(self) -> Geometry: ...
@@ -25,6 +30,8 @@ class DecodeModel(Protocol):
     def eos(self) -> tuple[int, ...]: ...
     @property
     def weight_bytes(self) -> int: ...
+    @property
+    def backend(self) -> str: ...
 
     def forward(self, tokens: Tensor, memory: StepMemory, wanted: Tensor) -> Tensor:
         """Compute the rows of one step.
@@ -36,8 +43,17 @@ class DecodeModel(Protocol):
         ...
 
 
-def load_model(model: str, device: torch.device) -> DecodeModel:
-    """An embedded model by name, or a checkpoint folder. UserError if it cannot be read."""
+def load_model(model: str, device: torch.device, backend: str = "auto") -> DecodeModel:
+    """An embedded model by name, or a checkpoint folder.
+
+    backend: ``reference``, ``triton``, or ``auto``: triton on a GPU where it can run, else the
+    reference. UserError if the model cannot be read, or the backend cannot run here.
+    """
     from kvpolicy.models.glm_dsa import GlmDsa
 
-    return GlmDsa(checkpoint_folder(model), device, name=model)
+    folder = checkpoint_folder(model)
+    try:
+        chosen = choose_backend(backend, device.type)
+    except BackendError as error:
+        raise UserError(f"backend = {backend!r}: {error}") from None
+    return GlmDsa(folder, device, name=model, backend=chosen)

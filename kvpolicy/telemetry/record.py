@@ -48,11 +48,15 @@ def device_name(device: str) -> str:
     return platform.processor() or platform.machine()
 
 
-def run_record(config: dict[str, Any], device: str) -> dict[str, Any]:
-    """Config, versions, commit, machine and command of this process, ready for JSON."""
+def run_record(config: dict[str, Any], device: str, backend: str) -> dict[str, Any]:
+    """Config, versions, commit, machine and command of this process, ready for JSON.
+
+    backend: the kernels that ran, ``reference`` or ``triton``.
+    """
     versions = {name: package_version(name) for name in PACKAGES}
     return {
         "config": config,
+        "backend": backend,
         "versions": {"kvpolicy": package_version("kvpolicy"), **versions},
         "python": platform.python_version(),
         "platform": platform.platform(),

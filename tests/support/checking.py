@@ -51,8 +51,14 @@ class CheckedMemory:
         for wave in self._memory.waves(selector):
             assert wave.start == covered, "waves must cover the rows in order, without gaps"
             covered = wave.stop
+            self._wave = wave
             yield wave
         assert covered == self._memory.rows
+
+    def row_view(self, layer: int) -> Tensor:
+        """Asked for inside a wave: the wave's rows are checked where the model will read them."""
+        self.gather(layer, self._wave)
+        return self._memory.row_view(layer)
 
     def gather(self, layer: int, wave: Wave) -> Tensor:
         rows = self._memory.gather(layer, wave)

@@ -15,7 +15,7 @@ def keep(name: str, config: dict[str, Any], results: Any) -> None:
     folder = os.environ.get("KVPOLICY_RESULTS")
     if not folder:
         return
-    record = run_record(config, "cpu")
+    record = run_record(config, "cpu", "reference")
     record["versions"]["transformers"] = package_version("transformers")
     content = {"record": record, "results": results}
     (Path(folder) / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")

@@ -25,6 +25,7 @@ class ToyModel:
     bos = None
     eos: tuple[int, ...] = ()
     weight_bytes = 0
+    backend = "reference"
 
     def __init__(self, seed: int = 0) -> None:
         g = torch.Generator().manual_seed(seed)

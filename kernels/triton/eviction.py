@@ -1,0 +1,205 @@
+"""Eviction in Triton: the key functions of the rules, and the passes over a cache's slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ..eviction import CLOCK_SPARE_STEPS as _CLOCK_SPARE_STEPS
+from ..eviction import DRAW_CALL as _DRAW_CALL
+from ..eviction import DRAW_SLOT as _DRAW_SLOT
+from ..eviction import DRAW_STEP as _DRAW_STEP
+from ..eviction import EvictionRule, Key
+from ..eviction import clock_key as _clock_key
+from ..eviction import random_key as _random_key
+from ..eviction import stamp_key as _stamp_key
+from .tables import ABSENT, slot_tile, word_of
+
+CLOCK_SPARE_STEPS = tl.constexpr(_CLOCK_SPARE_STEPS)
+DRAW_SLOT = tl.constexpr(_DRAW_SLOT)
+DRAW_STEP = tl.constexpr(_DRAW_STEP)
+DRAW_CALL = tl.constexpr(_DRAW_CALL)
+LEAST = tl.constexpr(-(2**63))
+MOST = tl.constexpr(2**63 - 1)
+
+
+# --- keys: as in kernels/eviction.py, of one slot; all int64 ----------------------------------------
+
+
+@triton.jit
+def stamp_key(slot, stamp, capacity, step, hand, draws):
+    return stamp
+
+
+@triton.jit
+def clock_key(slot, stamp, capacity, step, hand, draws):
+    ahead = slot - hand
+    distance = tl.where(ahead < 0, ahead + capacity, ahead)
+    return tl.where(step - (stamp >> 1) < CLOCK_SPARE_STEPS, distance + capacity, distance)
+
+
+@triton.jit
+def random_key(slot, stamp, capacity, step, hand, draws):
+    mixed = (slot + 1) * DRAW_SLOT ^ (step * DRAW_STEP + draws * DRAW_CALL)
+    return (mixed ^ (mixed >> 15)) * DRAW_CALL & 0x7FFFFFFF
+
+
+DEVICE_KEYS: dict[Key, Any] = {
+    _stamp_key: stamp_key,
+    _clock_key: clock_key,
+    _random_key: random_key,
+}
+
+
+def device_key(rule: EvictionRule) -> Any:
+    """The rule's key as a Triton function. ValueError if it has none."""
+    key = rule.device_key or DEVICE_KEYS.get(rule.key)
+    if key is None:
+        raise ValueError(
+            f"eviction rule {rule.name!r} has no device_key: the Triton backend needs its key as a "
+            "@triton.jit function; give one, or use the reference backend"
+        )
+    return key
+
+
+# --- passes --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def take_free(
+    meta, meta_frames, room, capacity, count,
+    PER: tl.constexpr, FRAME: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The lowest free slots, at most ``count``, into ``room``. Returns how many."""
+    found = 0
+    start = 0
+    while (start < capacity) & (found < count):
+        slot, entry, _stamp = slot_tile(meta, meta_frames, start, capacity, PER, FRAME, BLOCK)
+        free = entry == ABSENT
+        rank = found + tl.cumsum(free.to(tl.int32), 0) - 1
+        tl.store(room + rank, slot, mask=free & (rank < count))
+        found += tl.sum(free.to(tl.int32), 0)
+        start += BLOCK
+    return tl.minimum(found, count)
+
+
+@triton.jit
+def _keys(
+    meta, meta_frames, start, capacity, step, hand, draws,
+    KEY: tl.constexpr, PER: tl.constexpr, FRAME: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A tile of slots, their entries and keys. Candidates are those whose entry is not negative."""
+    slot, entry, stamp = slot_tile(meta, meta_frames, start, capacity, PER, FRAME, BLOCK)
+    key = KEY(slot.to(tl.int64), stamp.to(tl.int64), capacity.to(tl.int64), step, hand, draws)
+    return slot, entry, key
+
+
+@triton.jit
+def _key_range(
+    meta, meta_frames, capacity, step, hand, draws,
+    KEY: tl.constexpr, PER: tl.constexpr, FRAME: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Number of candidates, their smallest and their largest key."""
+    count = 0
+    least = tl.zeros([BLOCK], tl.int64) + MOST
+    most = tl.zeros([BLOCK], tl.int64) + LEAST
+    start = 0
+    while start < capacity:
+        _slot, entry, key = _keys(
+            meta, meta_frames, start, capacity, step, hand, draws, KEY, PER, FRAME, BLOCK
+        )
+        candidate = entry >= 0
+        count += tl.sum(candidate.to(tl.int32), 0)
+        least = tl.where(candidate, tl.minimum(least, key), least)
+        most = tl.where(candidate, tl.maximum(most, key), most)
+        start += BLOCK
+    return count, tl.min(least, 0), tl.max(most, 0)
+
+
+@triton.jit
+def _threshold(
+    meta, meta_frames, capacity, step, hand, draws, count, low, high,
+    KEY: tl.constexpr, PER: tl.constexpr, FRAME: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The count-th smallest key of the candidates, by bisection of [low, high]; how many lie below."""
+    below = 0
+    while low < high:
+        middle = (low & high) + ((low ^ high) >> 1)  # rounded down, without overflow
+        up_to = 0
+        start = 0
+        while start < capacity:
+            _slot, entry, key = _keys(
+                meta, meta_frames, start, capacity, step, hand, draws, KEY, PER, FRAME, BLOCK
+            )
+            up_to += tl.sum(((entry >= 0) & (key <= middle)).to(tl.int32), 0)
+            start += BLOCK
+        enough = up_to >= count
+        below = tl.where(enough, below, up_to)
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough, low, middle + 1)
+    return high, below
+
+
+@triton.jit
+def _take_victims(
+    maps, meta, map_frames, meta_frames, room, capacity, step, hand, draws, threshold, ties,
+    KEY: tl.constexpr, PER_MAP: tl.constexpr, MAP_FRAME: tl.constexpr,
+    PER: tl.constexpr, FRAME: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Candidates below the threshold and the lowest ``ties`` at it, into ``room`` by slot; their map
+    entries are dropped. Returns the last one in key order."""
+    last = -1
+    taken = 0
+    tied = 0
+    start = 0
+    while start < capacity:
+        slot, entry, key = _keys(
+            meta, meta_frames, start, capacity, step, hand, draws, KEY, PER, FRAME, BLOCK
+        )
+        tie = (entry >= 0) & (key == threshold)
+        tie_goes = tie & (tied + tl.cumsum(tie.to(tl.int32), 0) <= ties)
+        goes = ((entry >= 0) & (key < threshold)) | tie_goes
+        rank = taken + tl.cumsum(goes.to(tl.int32), 0) - 1
+        tl.store(room + rank, slot, mask=goes)
+        at = word_of(map_frames, entry, goes, PER_MAP, MAP_FRAME, 1)
+        tl.store(maps + at, tl.zeros([BLOCK], tl.int32) + ABSENT, mask=goes)
+        last = tl.maximum(last, tl.max(tl.where(tie_goes, slot, -1), 0))
+        tied += tl.sum(tie.to(tl.int32), 0)
+        taken += tl.sum(goes.to(tl.int32), 0)
+        start += BLOCK
+    return last
+
+
+@triton.jit
+def take_victims(
+    maps, meta, map_frames, meta_frames, room, hand, draws, capacity, step, count,
+    KEY: tl.constexpr, PER_MAP: tl.constexpr, MAP_FRAME: tl.constexpr,
+    PER: tl.constexpr, FRAME: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Up to ``count`` victims into ``room``; moves hand and draws on. Returns how many.
+
+    Wanted slots must be marked WANTED, by stores that a barrier has made visible. step: int64.
+    """
+    sweep = tl.load(hand).to(tl.int64)
+    calls = tl.load(draws) + 1
+    draw = calls.to(tl.int64)
+    found, low, high = _key_range(
+        meta, meta_frames, capacity, step, sweep, draw, KEY, PER, FRAME, BLOCK
+    )
+    tl.debug_barrier()  # a scalar load is done by every thread: all have read hand and draws now
+    tl.store(draws, calls)
+    if found > 0:
+        # Where all of them go the threshold is the largest key, and there is nothing to search.
+        low = tl.where(found <= count, high, low)
+        threshold, below = _threshold(
+            meta, meta_frames, capacity, step, sweep, draw, count, low, high,
+            KEY, PER, FRAME, BLOCK,
+        )  # fmt: skip
+        last = _take_victims(
+            maps, meta, map_frames, meta_frames, room, capacity, step, sweep, draw, threshold,
+            count - below, KEY, PER_MAP, MAP_FRAME, PER, FRAME, BLOCK,
+        )  # fmt: skip
+        tl.store(hand, tl.where(last + 1 == capacity, 0, last + 1))
+    return tl.minimum(found, count)

@@ -1,0 +1,76 @@
+"""What --logdir leaves behind: TensorBoard events of every run, the record, and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from kvpolicy.cli.output import json_text, write_atomic
+from kvpolicy.errors import UserError
+
+if TYPE_CHECKING:
+    from kvpolicy.cli.run import Decoded, Task
+
+__all__ = ["PICTURE", "RECORD", "check_logdir", "write_logs"]
+
+PICTURE, RECORD = "timeline.png", "record.json"
+NO_PICTURE = "no picture: matplotlib is not installed (pip install 'kvpolicy[plot]')"
+
+
+def check_logdir(folder: Path | None) -> None:
+    """Make the folder, before any work is done. UserError if that cannot be."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f".{RECORD}.probe").touch()
+        (folder / f".{RECORD}.probe").unlink()
+    except OSError as error:
+        raise UserError(f"--logdir {str(folder)!r}: {error.strerror or error}") from None
+
+
+def write_logs(
+    folder: Path | None, runs: Mapping[str, Decoded], task: Task, quiet: bool = False
+) -> Path | None:
+    """Write events, record and picture, and say where; returns the picture's path if there is one.
+
+    Files of an earlier call in the same folder are replaced. quiet: say it on stderr.
+    """
+    if folder is None:
+        return None
+    from kvpolicy.telemetry.picture import available, draw_timelines
+    from kvpolicy.telemetry.tensorboard import run_names, write_events
+
+    names = run_names(list(runs))
+    try:
+        for name, run in zip(names, runs.values(), strict=True):
+            write_events(folder / name, run.timeline)
+        write_atomic(folder / RECORD, json_text(_record(runs, names)).encode())
+        typer.echo(f"events: tensorboard --logdir {folder}", err=quiet)
+        if not available():
+            typer.echo(NO_PICTURE, err=True)
+            return None
+        clock = next(iter(runs.values())).record["config"]["clock"]
+        timelines = {label: run.timeline for label, run in runs.items()}
+        path = draw_timelines(folder / PICTURE, timelines, task.workload.uri, clock == "steps")
+    except OSError as error:
+        raise UserError(f"--logdir {str(folder)!r}: {error.strerror or error}") from None
+    typer.echo(f"picture: {path}", err=quiet)
+    return path
+
+
+def _record(runs: Mapping[str, Decoded], names: list[str]) -> dict[str, object]:
+    """The record of the first run (the others differ in the controller), and each one's results."""
+    results = [
+        {
+            "controller": label,
+            "folder": name,
+            "metrics": run.metrics,
+            "phases": [phase.to_dict() for phase in run.phases],
+        }
+        for name, (label, run) in zip(names, runs.items(), strict=True)
+    ]
+    return {"record": next(iter(runs.values())).record, "results": results}

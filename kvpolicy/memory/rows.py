@@ -1,0 +1,55 @@
+"""The rows of one step on the device: whose each is and where it stands, uploaded once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvpolicy.memory.arena import Table
+from kvpolicy.memory.layout import StoreLayout
+from kvpolicy.memory.request import RequestMemory
+from kvpolicy.memory.segments import Segment
+
+
+class StepRows:
+    """One number per row of the step. All int64 [n], on the device.
+
+    positions: in its request. segment: which segment it is of. seat: of its request.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[RequestMemory],
+        segments: Sequence[Segment],
+        device: torch.device,
+    ) -> None:
+        numbers: tuple[list[int], ...] = ([], [], [], [], [])
+        for i, (request, own) in enumerate(zip(requests, segments, strict=True)):
+            each = (i, request.seat, own.position, own.start - own.position)
+            for into, value in zip(numbers[1:], each, strict=True):
+                into += [value] * own.count
+            numbers[0].extend(range(own.position, own.position + own.count))
+        table = torch.tensor(numbers, dtype=torch.int64).to(device)
+        self.positions, self.segment, self.seat, self._committed, self._shift = table
+        self.index = torch.arange(table.shape[1], device=device)
+        self.device = device
+
+    def committed(self, store: StoreLayout, start: int, stop: int) -> Tensor:
+        """Committed entries of each row's request: [stop - start, 1]."""
+        return (self._committed[start:stop] // store.store.tokens_per_entry)[:, None]
+
+    def inflight(
+        self, table: Table, store: StoreLayout, chosen: Tensor, start: int, stop: int
+    ) -> Tensor:
+        """Locations of entries that this step completes: the in-flight row of their last token.
+
+        chosen: int64 [stop - start, k]. Where an entry is no entry of this step: the row itself,
+        which is finite.
+        """
+        per = store.store.tokens_per_entry
+        row = chosen * per + (per - 1) + self._shift[start:stop, None]
+        itself = self.index[start:stop, None]
+        new = chosen >= self.committed(store, start, stop)
+        return table.paged.locate(torch.where(new, row, itself))

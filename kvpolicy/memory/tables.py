@@ -1,0 +1,109 @@
+"""Device tables of all seats: from a seat to its rows, slots, keys and its place in the host pool.
+
+A *seat* is a place among the requests on the device; kernels that serve many requests at once find
+each by its seat. A seat's tables are written when its request is admitted, grows or is resized.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpolicy.kernels.indexer import KeyPages
+from kvpolicy.kernels.resolve import CacheTables
+from kvpolicy.memory.arena import Arena, Table
+from kvpolicy.memory.layout import Item, Layout, StoreLayout
+
+
+class StoreTables:
+    """One store. cache: rows, maps and metadata. keys: pages of index keys, a row per seat.
+    row_base, key_base: int64 [seats], where a seat's records and keys begin in the host pool, in
+    words."""
+
+    def __init__(self, arena: Arena, layout: StoreLayout, seats: int, max_tokens: int) -> None:
+        entries = layout.store.entries(max_tokens)
+        device = arena.device
+
+        def block(item: Item) -> Tensor:
+            width = min(item.frames(entries), arena.frames.num_frames)
+            return torch.zeros((seats, max(width, 1)), dtype=torch.int64, device=device)
+
+        def per_seat(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(seats, dtype=dtype, device=device)
+
+        self.layout = layout
+        self.cache = CacheTables(
+            records=arena.view(layout.record),
+            maps=arena.view(layout.slot_map),
+            meta=arena.view(layout.meta),
+            row_frames=block(layout.record),
+            map_frames=block(layout.slot_map),
+            meta_frames=block(layout.meta),
+            capacity=per_seat(torch.int32),
+            full=per_seat(torch.bool),
+            hand=per_seat(torch.int32),
+            draws=per_seat(torch.int32),
+        )
+        self.keys = KeyPages(arena.view(layout.key), block(layout.key))
+        self.row_base = per_seat(torch.int64)
+        self.key_base = per_seat(torch.int64)
+
+    def set_form(self, seat: int, capacity: int, full: bool) -> None:
+        """Tell kernels how many slots a seat's cache has, and whether it is the identity."""
+        self.cache.capacity[seat] = capacity
+        self.cache.full[seat] = full
+
+    def set_home(self, seat: int, row_base: int, key_base: int) -> None:
+        """Tell kernels where a seat's records and keys are on the host."""
+        self.row_base[seat] = row_base
+        self.key_base[seat] = key_base
+
+    def host_row(self, seat: Tensor, entry: Tensor) -> Tensor:
+        """Word offsets of records in the host pool; shapes broadcast."""
+        return self.row_base[seat] + entry * self.layout.record.words
+
+    def host_key(self, seat: Tensor, entry: Tensor) -> Tensor:
+        """Word offsets of index keys in the host pool; shapes broadcast."""
+        return self.key_base[seat] + entry * self.layout.key.words
+
+    def key_location(self, seat: Tensor, entry: Tensor) -> Tensor:
+        """Arena locations of index keys; seat and entry have equal shapes."""
+        per = self.layout.key.per_frame
+        return self.keys.frames[seat, entry // per] * per + entry % per
+
+    def row_location(self, seat: Tensor, entry: Tensor) -> Tensor:
+        """Arena locations of entries in full caches; seat and entry have equal shapes."""
+        per = self.layout.record.per_frame
+        return self.cache.row_frames[seat, entry // per] * per + entry % per
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTables:
+    """Frames that every step uses in turn: staging, and in-flight rows per store and pinned set.
+    stores: the tables of all seats."""
+
+    staging: tuple[Table, ...]
+    inflight: tuple[Table, ...]
+    inflight_pinned: tuple[Table, ...]
+    stores: tuple[StoreTables, ...]
+
+
+def make_tables(
+    layout: Layout, arena: Arena, staging_frames: int, staging_rows: int, rows: int, seats: int
+) -> SharedTables:
+    """Allocate what all steps share. Staging frames serve one table per store: only one of them is
+    in use at a time. rows: of one step."""
+    owner = Table(arena, layout.stores[0].record, ("staging",))
+    owner.resize(staging_frames * owner.item.per_frame)
+    staging = tuple(Table.sharing(owner, store.record, staging_rows) for store in layout.stores)
+    flying: list[Table] = []
+    records = [s.record for s in layout.stores] + [p.record for p in layout.pinned]
+    for record in records:
+        table = Table(arena, record, ("in-flight", len(flying)))
+        table.resize(rows)
+        flying.append(table)
+    count, most = len(layout.stores), layout.geometry.max_context
+    stores = tuple(StoreTables(arena, store, seats, most) for store in layout.stores)
+    return SharedTables(staging, tuple(flying[:count]), tuple(flying[count:]), stores)
