@@ -108,6 +108,12 @@ class Request:
         if self.params.deadline_ms is not None:
             self.expires = self.arrived + self.params.deadline_ms / 1e3
 
+    def move(self, state: State) -> None:
+        """Change state; IntegrityError on a transition that does not exist."""
+        if state not in _NEXT[self.state]:
+            raise IntegrityError(f"request {self.id}: {self.state.value} -> {state.value}")
+        self.state = state
+
     def start(self, step: int) -> None:
         """From the queue to where it was: its prompt, or its generation."""
         self.move(State.PREFILL if self.computed < len(self.prompt) else State.DECODE)
