@@ -2,8 +2,7 @@
 
 A *path* says which budgets (rows per store) go together as memory grows: every request stands at
 the same point of it, held back where it cannot use more. Requests are alike and stores are not: on
-tiny-dsa an unequal split among layer groups saves 5 % of the misses at 2 x top-k rows and 36 % at
-8 x top-k, one among requests 1 %.
+the shipped tiny-dsa LRU misses 10 to 13 % at 2 x top-k by request, 3 to 31 % by store.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ AHEAD = 8
 REFILL = 4
 # A request below this part of its fair share is brought up to it at once.
 BEHIND = 0.75
-# Promotion needs room for this many times everything: one more request where five run.
+# Promotion needs room for this many times everything: one more request where four run.
 HEADROOM = 1.25
 # Steps a promoted cache must be able to stay full; the whole pool may be promoted in as many.
 HORIZON = 512
-# Decode steps behind every store's curve before it is trusted (GLM-5.3: 64 x 2048 selections).
+# Decode steps behind every store's curve before it is used.
 CURVE_STEPS = 64
 
 

@@ -8,6 +8,7 @@ from kvpolicy.control.observation import Observation, StoreView
 from kvpolicy.control.plan import FULL, Plan, Target
 from kvpolicy.control.pool import Pool
 from kvpolicy.controllers.parameters import row_count, share
+from kvpolicy.memory.rule import CacheRule
 
 
 class Hybrid:
@@ -19,6 +20,8 @@ class Hybrid:
     requests go to the buffer, the one that runs longest first (vLLM asks in the order they were
     scheduled), until it is free again. Who has been there never returns.
     """
+
+    cache_rule = CacheRule(eviction="lru")
 
     def __init__(self, device_buffer_rows: int | None = None, watermark: float = 0.1) -> None:
         self.rows = (

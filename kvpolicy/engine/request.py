@@ -54,7 +54,7 @@ class RequestOutput:
     text: str
     finish_reason: str
     logits_sha256: str
-    latencies: Latencies
+    latencies: Latencies = field(compare=False)
 
     def to_dict(self, fingerprint: bool = False) -> dict[str, Any]:
         """Ready for JSON; the fingerprint only where asked for."""

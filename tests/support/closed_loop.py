@@ -2,13 +2,14 @@
 
 Everything that a controller deals with is there: frames, admission in order, growing contexts,
 projection; only the rows are missing. Sizes are those of tiny-dsa in float32 (frames of 16 KiB), and
-so are the miss curves: measured on its selections, least-recently-used order.
+so are the miss curves: measured on its selections, least-recently-used order, then 1 / rows.
 
     python -P tests/support/closed_loop.py        prints the tables of docs/adaptive.md
 """
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections import Counter, deque
@@ -16,10 +17,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvpolicy.control.filling import RESOLUTION, equal_path, marginal_path
 from kvpolicy.control.observation import MissCurve, Observation, RequestView, StoreView
 from kvpolicy.control.projection import frames_of, project
 from kvpolicy.controllers.base import Controller, initial_rows
 from kvpolicy.controllers.registry import make
+from kvpolicy.models.checkpoint import checkpoint_folder
 
 FRAME, TOPK, INTERVAL, CHUNK = 16384, 128, 8, 64
 STORES = (
@@ -30,13 +33,13 @@ STORES = (
 )
 KEYS, MAPS = 128, 4096  # per frame
 SHARED = 180  # frames of staging and in-flight rows
-ROWS = (0, 128, 192, 256, 384, 512, 1024)
-# Misses per step: miss rate by layer group at these budgets x top-k (shape of tiny-dsa, LRU).
-RATES = (
-    (1.0, 0.5054, 0.3789, 0.2932, 0.1703, 0.1033, 0.0235),
-    (1.0, 0.2663, 0.1333, 0.0767, 0.0441, 0.0344, 0.0213),
-    (1.0, 0.2038, 0.1164, 0.0768, 0.0406, 0.0224, 0.0035),
-    (1.0, 0.3856, 0.3059, 0.2632, 0.2103, 0.1779, 0.1049),
+# Misses per step by layer group and budget, as measured on the shipped model (training/evaluate.py).
+_MEASURED = json.loads((checkpoint_folder("tiny-dsa") / "evaluation.json").read_text())
+_MISSES = _MEASURED["miss_percent"]
+ROWS = (0, *(int(TOPK * ratio) for ratio in _MISSES["ratios"]))
+RATES = tuple(
+    (1.0, *(percent / 100 for percent in _MISSES["lru"]["groups"][group]))
+    for group in ("0-0", "1-1", "2-5", "6-7")
 )
 CURVES = tuple(MissCurve(ROWS, tuple(TOPK * rate for rate in rates), 500.0) for rates in RATES)
 
@@ -262,10 +265,39 @@ class ClosedLoop:
                 layers = STORES[store].layers
                 phase.selected += TOPK * layers
                 if rows < item.context:
-                    missed = float(np.interp(rows, ROWS, RATES[store]))
-                    if rows > ROWS[-1]:
-                        missed = RATES[store][-1] * ROWS[-1] / rows
-                    phase.missed += TOPK * layers * missed
+                    phase.missed += TOPK * layers * miss_rate(store, rows)
+
+
+def miss_rate(store: int, rows: int) -> float:
+    """Missed rows per selected row of a store at a budget."""
+    if rows > ROWS[-1]:
+        return RATES[store][-1] * ROWS[-1] / rows
+    return float(np.interp(rows, ROWS, RATES[store]))
+
+
+def split_table() -> None:
+    """Misses of the equal and of the marginal split of the same bytes."""
+    layers = np.array([s.layers for s in STORES])
+    equal = equal_path(0, (TOPK,) * 4, (8192,) * 4)
+    marginal = marginal_path(0, (TOPK,) * 4, (8192,) * 4, CURVES)
+
+    def weighted(rows: np.ndarray) -> float:
+        rates = [miss_rate(i, int(r)) for i, r in enumerate(rows)]
+        return float(np.dot(rates, layers) / layers.sum())
+
+    print("rows a layer    equal  marginal   rows of the marginal split by store")
+    for ratio in (1.5, 2, 3, 4, 8):
+        size = ratio * TOPK * layers.sum()
+        found = []
+        for path in (equal, marginal):
+            fits = [
+                rows
+                for level in range(0, RESOLUTION + 1, 16)
+                if float(np.dot(rows := path.rows(level), layers)) <= size
+            ]
+            found.append(fits[-1])
+        one, other = (weighted(rows) for rows in found)
+        print(f"{ratio:4g} x top-k {one:9.2%} {other:9.2%}   {found[1].tolist()}")
 
 
 SPECS = (
@@ -294,4 +326,5 @@ def main(frames: int) -> None:
 
 
 if __name__ == "__main__":
+    split_table()
     main(int(sys.argv[1]) if len(sys.argv) > 1 else 2048)
