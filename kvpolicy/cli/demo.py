@@ -52,9 +52,9 @@ class Load:
 
 
 LOADS = {
-    # About 25 s for each controller on one core, three quarters of it reading prompts.
+    # About 15 s for each controller on one core, most of it reading prompts.
     "cpu": Load(3, 10, 90, "500-900", 72, 17.0, 128, 60),
-    "cuda": Load(8, 64, 400, "3000-5000", 192, 220.0, 1024, 200),
+    "cuda": Load(8, 48, 200, "2000-3000", 128, 120.0, 1024, 120),
 }
 
 
