@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from kvpolicy import controllers
 from kvpolicy.cli import compare, demo
 from kvpolicy.cli.main import app
 from kvpolicy.cli.run import Decoded
+from kvpolicy.workloads.texts import load_corpus
 
 TIGHT = "static:device_buffer_rows=128"
 SHORT = ("--max-new-tokens", "4")
@@ -28,7 +30,7 @@ def invoke(command: str, *arguments: str) -> Result:
 def long_prompt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """More rows than the tight controller keeps, so that it must fetch."""
     path = tmp_path_factory.mktemp("prompts") / "long.txt"
-    path.write_bytes(demo.demo_prompts()[0].content[:700])
+    path.write_bytes(load_corpus("heldout").piece(0.5, 700))
     return path
 
 
@@ -140,74 +142,92 @@ def test_bad_input(arguments: list[str]) -> None:
 
 # --- demo -----------------------------------------------------------------------------------------
 
+CONTROLLERS = demo.demo_controllers()
+
 
 @pytest.fixture
-def small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same demo on shorter pieces of the same texts."""
-    monkeypatch.setattr(demo, "_SMALLEST", 300)
-    monkeypatch.setattr(demo, "_LARGEST", 450)
+def small_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The same demo with fewer and shorter requests. Returns its log folder."""
+    small = demo.Load(1, 3, 8, "150-250", 4, 6.0, 128, 6)
+    monkeypatch.setitem(demo.LOADS, "cpu", small)
+    return tmp_path / "runs"
 
 
-def test_demo_prompts_are_whole_lines_of_different_texts() -> None:
-    prompts = demo.demo_prompts()
-    assert len({prompt.source for prompt in prompts}) == 4
-    for prompt in prompts:
-        assert 1500 < len(prompt.content) <= 3072
-        assert prompt.content.endswith(b"\n")
-        prompt.content.decode()
+@pytest.fixture
+def two_controllers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "CONTROLLERS", ("resident", "hisparse"))
 
 
-@pytest.mark.usefixtures("small_demo")
-def test_demo_text() -> None:
-    result = invoke("demo", *SHORT)
+def demo_arguments(logdir: Path) -> list[str]:
+    return ["--device", "cpu", "--logdir", str(logdir)]
+
+
+def test_the_demo_knows_the_baselines_and_only_what_is_registered() -> None:
+    assert CONTROLLERS[:2] == ["resident", "hisparse"]
+    assert set(CONTROLLERS) <= set(controllers.names())
+
+
+def test_demo_text(small_demo: Path) -> None:
+    result = invoke("demo", *demo_arguments(small_demo))
     assert (result.exit_code, result.stderr) == (0, ""), result.output
     lines = result.stdout.splitlines()
-    for number, name in enumerate(demo.CONTROLLERS, 1):
-        assert f"[{number}/3] {name} ..." in lines
-        assert any(line.split()[:1] == [name] and line.endswith("equal") for line in lines)
-    assert any(line.startswith("-- continuation --") for line in lines)
-    verdict = r"outputs bit-identical: yes \(\d+ tokens, \d+ logit rows of 3 runs, sha256 \w{16}\)"
-    assert re.fullmatch(verdict, lines[-1])
+    total = len(CONTROLLERS)
+    for number, name in enumerate(CONTROLLERS, 1):
+        assert f"[{number}/{total}] {name} ..." in lines
+        assert sum(line.split()[:1] == [name] for line in lines) == 3  # one row per phase
+    assert any(line.startswith("-- end of the first prompt --") for line in lines)
+    for phase in ("low: 1 requests", "high: 3 requests", "low again: 1 requests"):
+        assert any(line.startswith(phase) for line in lines)
+    verdict = (
+        rf"outputs bit-identical: yes \(\d+ requests x {total} controllers, "
+        r"[\d,]+ logit rows, sha256 \w{16}\)"
+    )
+    assert any(re.fullmatch(verdict, line) for line in lines)
+    assert lines[-1] == f"picture: {small_demo / 'timeline.png'}"
+    assert max(len(line) for line in lines if "tmp" not in line) <= 100
+    assert (small_demo / "timeline.png").stat().st_size > 10_000
 
 
-@pytest.mark.usefixtures("small_demo")
-def test_demo_json(tmp_path: Path) -> None:
-    result = invoke("demo", *SHORT, "--device", "cpu", "--json", "--output", str(tmp_path / "d"))
+@pytest.mark.usefixtures("two_controllers")
+def test_demo_json(small_demo: Path, tmp_path: Path) -> None:
+    arguments = [*demo_arguments(small_demo), "--max-new-tokens", "5"]
+    result = invoke("demo", *arguments, "--json", "--output", str(tmp_path / "d"))
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found == json.loads((tmp_path / "d").read_text())
     assert found["bit_identical"] is True
-    assert [r["controller"] for r in found["results"]] == list(demo.CONTROLLERS)
-    assert len(found["prompts"]) == 4
-    assert found["results"][0]["metrics"]["fetched_rows"] == 0
-    assert found["results"][2]["metrics"]["fetched_rows"] > 0
-    assert "[1/3] resident" in result.stderr  # progress does not mix with the JSON
+    assert [r["controller"] for r in found["results"]] == ["resident", "hisparse"]
+    resident = found["results"][0]
+    assert resident["metrics"]["fetched_rows"] == 0
+    assert {len(r["tokens"]) for r in resident["requests"]} == {5}
+    assert [p["name"] for p in resident["phases"]] == ["low", "high", "low again", "drain"]
+    assert "[1/2] resident" in result.stderr  # progress stays out of the JSON
 
 
-@pytest.mark.usefixtures("small_demo")
-def test_demo_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("two_controllers")
+def test_demo_that_fails_says_so(small_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decode = compare.decode
-    calls = iter(range(3))
 
-    def changed(*arguments: Any) -> Decoded:
-        run = decode(*arguments)
-        if next(calls) < 2:
+    def changed(config: Any, *rest: Any) -> Decoded:
+        run = decode(config, *rest)
+        if config.controller != "hisparse":
             return run
         return replace(run, outputs=[replace(o, logits_sha256="0" * 64) for o in run.outputs])
 
     monkeypatch.setattr(compare, "decode", changed)
-    result = invoke("demo", *SHORT)
+    result = invoke("demo", *demo_arguments(small_demo))
     assert result.exit_code == 1
     assert "outputs bit-identical: NO" in result.stdout
-    assert "OUTPUTS DIFFER" in result.stderr
+    assert "OUTPUTS DIFFER under 'hisparse'" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
         (["--device", "tpu"], "device = 'tpu'"),
-        (["--max-new-tokens", "0"], "max_new_tokens = 0"),
+        (["--max-new-tokens", "0"], "--max-new-tokens"),
         (["--output", "no/folder/x"], "does not exist"),
+        (["--logdir", "/dev/null/x"], "Not a directory"),
     ],
 )
 def test_demo_bad_input(arguments: list[str], part: str) -> None:

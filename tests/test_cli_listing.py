@@ -7,7 +7,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from kvpolicy import controllers
+from kvpolicy import controllers, workloads
 from kvpolicy.cli.main import app
 from kvpolicy.geometry.presets import preset_names
 from kvpolicy.kernels.eviction import RULES
@@ -26,7 +26,8 @@ def test_json_holds_every_registered_name() -> None:
     assert names["evictions"] == list(RULES)
     assert names["drafters"] == ["none"]
     assert names["models"] == list(preset_names())
-    assert names["workloads"] == names["environments"] == []
+    assert names["workloads"] == [name for name, _ in workloads.describe()]
+    assert names["environments"] == []
     assert all(e["description"] for entries in found.values() for e in entries)
 
 

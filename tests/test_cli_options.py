@@ -16,6 +16,7 @@ from kvpolicy.cli.prompts import read_prompts
 from kvpolicy.cli.settings import resolve
 from kvpolicy.config import EngineConfig, SamplingParams
 from kvpolicy.errors import UserError
+from kvpolicy.telemetry.slo import Slo
 
 
 def invoke_error(*arguments: str, input: bytes | None = None) -> str:
@@ -164,6 +165,52 @@ def test_bad_option(arguments: list[str], part: str) -> None:
     assert part in invoke_error("x", *arguments)
 
 
+# --- load -----------------------------------------------------------------------------------------
+
+
+def test_general_options_fill_in_a_workload() -> None:
+    options = Options(workload="synthetic:step?low=2&high=40", seed=5, max_new_tokens=7)
+    settings = resolve(replace(options, clock="steps"))
+    assert settings.workload is not None
+    first = next(settings.workload.requests())
+    assert (first.seed, first.max_new_tokens) == (5, 7)
+    assert settings.workload.end == pytest.approx(0.9)  # three phases of 300 steps
+    assert settings.engine.max_concurrency == 40  # a seat for everything that is kept in the system
+    assert resolve(replace(options, max_concurrency=3)).engine.max_concurrency == 3
+    own = resolve(replace(options, workload="synthetic:step?seed=6&output_tokens=8")).workload
+    assert own is not None
+    first = next(own.requests())
+    assert (first.seed, first.max_new_tokens) == (6, 8)
+
+
+def test_bounds_are_in_milliseconds() -> None:
+    settings = resolve(Options(slo="ttft_ms=200,tpot_ms=50", tpot_bound_ms=40))
+    assert (settings.slo, settings.tpot_bound) == (Slo(tpot=0.05, ttft=0.2), 0.04)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--slo", "tpot=50"], "unknown bound 'tpot' (did you mean 'tpot_ms'?)"),
+        (["--slo", "tpot_ms"], "must be tpot_ms=X, ttft_ms=Y, or both"),
+        (["--slo", ""], "must be tpot_ms=X"),
+        (["--slo", "tpot_ms=0"], "tpot_ms = '0': must be a number above 0"),
+        (["--slo", "tpot_ms=nan"], "must be a number above 0"),
+        (["--slo", "tpot_ms=fast"], "must be a number above 0"),
+        (["--slo", "tpot_ms=1,tpot_ms=2"], "tpot_ms is given twice"),
+        (["--tpot-bound-ms", "0"], "--tpot-bound-ms 0: must be a number above 0"),
+        (["--tpot-bound-ms", "nan"], "--tpot-bound-ms nan"),
+        (["--tpot-bound-ms", "50"], "--tpot-bound-ms goes with 'kvpolicy compare'"),
+        (["--workload", "synthetic:step"], "give prompts or --workload, not both"),
+        (["--workload", "synthetic:stpe"], "(did you mean 'step'?)"),
+        (["--workload", "step"], "must be synthetic:NAME"),
+        (["--logdir", "/dev/null/x"], "--logdir '/dev/null/x': Not a directory"),
+    ],
+)
+def test_bad_load_option(arguments: list[str], part: str) -> None:
+    assert part in invoke_error("x", *arguments)
+
+
 # --- what comes later -----------------------------------------------------------------------------
 
 
@@ -174,10 +221,6 @@ def test_bad_option(arguments: list[str], part: str) -> None:
         ["--verification", "block"],
         ["--num-draft-tokens", "4"],
         ["--shadow", "resident"],
-        ["--workload", "synthetic:step"],
-        ["--slo", "tpot_ms=50"],
-        ["--tpot-bound-ms", "50"],
-        ["--logdir", "runs"],
         ["--dummy-weights"],
         ["--layers", "3"],
         ["--model", "tiny-csa"],

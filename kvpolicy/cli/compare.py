@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -29,6 +29,9 @@ from kvpolicy.cli.settings import resolve
 from kvpolicy.config import EngineConfig
 from kvpolicy.errors import UserError
 from kvpolicy.telemetry.slo import Slo
+
+if TYPE_CHECKING:
+    from kvpolicy.engine.request import RequestOutput
 
 __all__ = ["DEFAULT_CONTROLLERS", "Comparison", "compare_controllers"]
 
@@ -152,18 +155,26 @@ def under(config: EngineConfig, controller: str) -> EngineConfig:
 
 
 def comparison_of(controllers: Sequence[str], runs: Sequence[Decoded], closed: bool) -> Comparison:
-    """The runs with what each differs in from the first. closed: they may differ in how many
-    requests they served."""
+    """The runs with what each differs in from the first.
+
+    closed: they may differ in how many requests they served; a request that the first run lacks is
+    compared with the next one that has it.
+    """
+    reference = list(runs[0].outputs)
+    for run in runs[1:] if closed else ():
+        reference += run.outputs[len(reference) :]
     pairs = zip(controllers, runs, strict=True)
-    found = ((name, first_difference(runs[0], run, closed)) for name, run in pairs)
+    found = ((name, first_difference(reference, run.outputs, closed)) for name, run in pairs)
     differences = {name: text for name, text in found if text}
     return Comparison(tuple(controllers), tuple(runs), differences)
 
 
-def first_difference(reference: Decoded, other: Decoded, closed: bool = False) -> str | None:
-    """Where two runs of the same requests part, or None when they are bitwise equal (closed: as far
-    as both have served them)."""
-    for index, (a, b) in enumerate(zip(reference.outputs, other.outputs, strict=not closed)):
+def first_difference(
+    reference: Sequence[RequestOutput], other: Sequence[RequestOutput], closed: bool = False
+) -> str | None:
+    """Where the outputs of the same requests part, or None when they are bitwise equal (closed: as
+    far as both go)."""
+    for index, (a, b) in enumerate(zip(reference, other, strict=not closed)):
         if a.tokens != b.tokens:
             pairs = enumerate(zip(a.tokens, b.tokens, strict=False))
             shorter = min(len(a.tokens), len(b.tokens))

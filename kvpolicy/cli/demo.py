@@ -52,9 +52,9 @@ class Load:
 
 
 LOADS = {
-    # About 25 s for each controller on one core, three quarters of it reading prompts.
+    # About 15 s for each controller on one core, most of it reading prompts.
     "cpu": Load(3, 10, 90, "500-900", 72, 17.0, 128, 60),
-    "cuda": Load(8, 64, 400, "3000-5000", 192, 220.0, 1024, 200),
+    "cuda": Load(8, 48, 200, "2000-3000", 128, 120.0, 1024, 120),
 }
 
 
@@ -89,9 +89,7 @@ def demo_command(
     code 1 if one does.
     """
     check_output(output)
-    config = EngineConfig(device=device)
-    load = LOADS[_device(device)]
-    config = _config(config, load)
+    config, load = _config(device)
     task = _task(load, max_new_tokens)
     check_logdir(logdir)
 
@@ -115,22 +113,21 @@ def demo_command(
     finish(comparison.failed)
 
 
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    import torch
+def _config(device: str) -> tuple[EngineConfig, Load]:
+    """The engine and the load that suits the device. UserError for a device that there is not."""
+    values: dict[str, Any] = {"device": device, "clock": "steps"}
+    EngineConfig(**values)
+    if device == "auto":
+        import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _config(config: EngineConfig, load: Load) -> EngineConfig:
-    values = {
-        "clock": "steps",
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    load = LOADS[device]
+    values |= {
         "device_kv_mib": load.device_kv_mib,
         "max_concurrency": load.high,
         "prefill_chunk": load.prefill_chunk,
     }
-    return EngineConfig(**{**config.model_dump(by_alias=True), **values})
+    return EngineConfig(**values), load
 
 
 def _task(load: Load, max_new_tokens: int | None) -> Task:

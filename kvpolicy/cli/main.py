@@ -180,9 +180,9 @@ def _root(
 
 def main() -> None:
     """The console entry point."""
-    # Read when torch is imported. The operators of a small model are too short to share: the
-    # demo's three runs take 44 s on one thread, 41 s on two of an idle two-core machine (OMP_NUM_THREADS=2
-    # kvpolicy demo), and much longer on two beside a busy process: threads spin at every barrier.
+    # Read when torch is imported. The operators of a small model are too short to share: a second
+    # thread gains little on an idle machine and loses much beside a busy process, because threads
+    # spin at every barrier.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     interrupts.take_over()
     if sys.stdout is None or sys.stderr is None:

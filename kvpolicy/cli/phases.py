@@ -18,18 +18,19 @@ Cell = Callable[["PhaseReport"], str]
 _LEGEND = """\
 miss rate: fetched over selected rows. optional: MiB kept beyond what decoding needs (mean). idle:
 device memory that nothing uses (mean). longest wait: for memory, from arrival to admission.
-rise: until everything that a higher level brought was admitted.
+rise: until everything that a higher level brought was admitted. TTFT, TPOT: {unit}.
 """
 
 
 def legend(slo: Slo | None, counts_steps: bool) -> str:
     """What the columns mean."""
+    text = _LEGEND.format(unit="engine steps" if counts_steps else "ms")
     if slo is None:
-        return _LEGEND
+        return text
     unit = "steps" if counts_steps else "ms"
     words = {"tpot_ms": "a token", "ttft_ms": "to the first token"}
     bounds = [f"{v:g} {unit} {words[k]}" for k, v in slo.to_dict().items() if v is not None]
-    return f"{_LEGEND}goodput: tokens of requests that were served within {', '.join(bounds)}.\n"
+    return f"{text}goodput: tokens of requests that were served within {', '.join(bounds)}.\n"
 
 
 def phase_table(runs: Mapping[str, Sequence[PhaseReport]], counts_steps: bool) -> str:
@@ -59,7 +60,7 @@ def _columns(phases: Sequence[PhaseReport], counts_steps: bool) -> list[tuple[st
     Counted in steps a running request makes one token per step: its time per token says something
     only after preemptions.
     """
-    unit, per = ("steps", "step") if counts_steps else ("ms", "s")
+    per = "step" if counts_steps else "s"
     rate = 1e3 if counts_steps else 1.0
     decimals = 2 if counts_steps else 1
     preempted = any(p.preemptions for p in phases)
@@ -69,10 +70,10 @@ def _columns(phases: Sequence[PhaseReport], counts_steps: bool) -> list[tuple[st
         ("idle", lambda p: shown(p.idle_share, "{:.0%}")),
         ("longest wait", lambda p: _wait(p, counts_steps)),
         ("rise", lambda p: shown(p.rise_steps, "{:,.0f} steps")),
-        (f"TTFT p50/p99, {unit}", lambda p: _quantiles(p.ttft_ms, 0)),
+        ("TTFT p50/p99", lambda p: _quantiles(p.ttft_ms, 0)),
     ]
     if preempted or not counts_steps:
-        columns.append((f"TPOT p50/p99, {unit}", lambda p: _quantiles(p.tpot_ms, 1)))
+        columns.append(("TPOT p50/p99", lambda p: _quantiles(p.tpot_ms, 1)))
     columns.append((f"tokens/{per}", lambda p: shown(p.tokens_per_s, f"{{:,.{decimals}f}}", rate)))
     if any(p.goodput_tokens_per_s is not None for p in phases):
         columns.append(

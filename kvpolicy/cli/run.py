@@ -12,7 +12,7 @@ from kvpolicy.cli import interrupts
 from kvpolicy.cli.logs import check_logdir, write_logs
 from kvpolicy.cli.options import Options, takes
 from kvpolicy.cli.output import check_output, emit_json, printable, summary, warn, write_text
-from kvpolicy.cli.phases import phase_table
+from kvpolicy.cli.phases import legend, phase_table
 from kvpolicy.cli.progress import step_progress
 from kvpolicy.cli.prompts import read_prompts
 from kvpolicy.cli.settings import Resolved, resolve
@@ -162,9 +162,8 @@ def finish(failed: Sequence[int]) -> None:
 def _report(result: Decoded, task: Task, controller: str, fingerprint: bool) -> str:
     if task.named:
         counts_steps = result.record["config"]["clock"] == "steps"
-        return (
-            phase_table({controller: result.phases}, counts_steps) + "\n" + summary(result.metrics)
-        )
+        phases = phase_table({controller: result.phases}, counts_steps)
+        return f"{phases}{legend(task.slo, counts_steps)}\n{summary(result.metrics)}"
     lines = []
     for output in result.outputs:
         lines.append(

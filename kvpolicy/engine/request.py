@@ -54,7 +54,7 @@ class RequestOutput:
     text: str
     finish_reason: str
     logits_sha256: str
-    latencies: Latencies
+    latencies: Latencies = field(compare=False)
 
     def to_dict(self, fingerprint: bool = False) -> dict[str, Any]:
         """Ready for JSON; the fingerprint only where asked for."""
@@ -107,6 +107,12 @@ class Request:
         self.waiting_since = self.arrived_step
         if self.params.deadline_ms is not None:
             self.expires = self.arrived + self.params.deadline_ms / 1e3
+
+    def move(self, state: State) -> None:
+        """Change state; IntegrityError on a transition that does not exist."""
+        if state not in _NEXT[self.state]:
+            raise IntegrityError(f"request {self.id}: {self.state.value} -> {state.value}")
+        self.state = state
 
     def start(self, step: int) -> None:
         """From the queue to where it was: its prompt, or its generation."""

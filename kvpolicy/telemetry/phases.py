@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvpolicy.telemetry.latency import Latencies, percentiles_ms
+from kvpolicy.telemetry.latency import ROUNDING_S, Latencies, percentiles_ms
 from kvpolicy.telemetry.slo import Slo, goodput
 from kvpolicy.telemetry.timeline import Mark, Timeline
 
@@ -90,28 +90,41 @@ def phase_reports(
     requests: of the run, in the order they were submitted.
     """
     marks = timeline.marks
-    stops = [*(mark.sample for mark in marks[1:]), len(timeline) - 1]
     time = timeline.column("time")
+    stops = [*(mark.sample for mark in marks[1:]), len(timeline) - 1]
+    # A phase begins when it is due, its first sample is taken when the step of that moment is over.
+    due = [timeline.origin + mark.phase.start - ROUNDING_S for mark in marks]
     reports = []
-    for mark, stop in zip(marks, stops, strict=True):
-        start, end = time[mark.sample], math.inf if mark is marks[-1] else time[stop]
-        arrived = [r for r in requests if start <= r.arrived < end]
-        ended = [r for r in requests if r.last_token is not None and start <= r.last_token < end]
-        window = _Window(timeline, mark.sample, stop)
-        good = goodput(requests, slo, float(time[mark.sample]), float(time[stop]))
-        reports.append(_report(window, mark, _rise(mark, requests), arrived, ended, slo, good))
+    for mark, stop, begin, over in zip(marks, stops, due, [*due[1:], math.inf], strict=True):
+        start, end = float(time[mark.sample]), float(time[stop])
+        until = math.inf if mark is marks[-1] else end
+        requests_of = _Requests(
+            arrived=[r for r in requests if begin <= r.arrived < over],
+            ended=[r for r in requests if start <= (r.last_token or -math.inf) < until],
+            rise_steps=_rise(mark, requests),
+            goodput=goodput(requests, slo, start, end),
+        )
+        reports.append(_report(_Window(timeline, mark.sample, stop), mark, requests_of, slo))
     return reports
+
+
+@dataclass(frozen=True, slots=True)
+class _Requests:
+    """What the requests say about one phase."""
+
+    arrived: Sequence[Latencies]
+    ended: Sequence[Latencies]
+    rise_steps: int | None
+    goodput: float | None
 
 
 def _report(
     window: _Window,
     mark: Mark,
-    rise_steps: int | None,
-    arrived: Sequence[Latencies],
-    ended: Sequence[Latencies],
+    requests: _Requests,
     slo: Slo | None,
-    good: float | None,
 ) -> PhaseReport:
+    arrived, ended = requests.arrived, requests.ended
     seconds, origin = window.gained("time"), window.timeline.origin
     free = window.mean("free_bytes")
     used = window.mean("required_bytes") + window.mean("optional_bytes")
@@ -130,7 +143,7 @@ def _report(
         host_to_device_bytes=int(window.gained("host_to_device_bytes")),
         generated_tokens=int(window.gained("generated_tokens")),
         tokens_per_s=_share(window.gained("generated_tokens"), seconds),
-        goodput_tokens_per_s=good,
+        goodput_tokens_per_s=requests.goodput,
         slo_share=None if slo is None else _share(sum(map(slo.holds, ended)), len(ended)),
         tpot_ms=percentiles_ms([r.tpot for r in ended if r.tpot is not None]),
         ttft_ms=percentiles_ms([r.ttft for r in arrived if r.ttft is not None]),
@@ -142,7 +155,7 @@ def _report(
         idle_share=free / (free + used),
         longest_wait_steps=max((r.waited_steps or 0 for r in arrived), default=None),
         longest_wait_s=max((r.wait or 0.0 for r in arrived), default=None),
-        rise_steps=rise_steps,
+        rise_steps=requests.rise_steps,
         preemptions=int(window.gained("preemptions")),
     )
 

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from kvpolicy.telemetry.timeline import Timeline
@@ -72,7 +73,7 @@ def draw_timelines(
     figure.legend(
         handles, labels, loc="outside lower center", ncols=min(len(labels), 4), fontsize=13
     )
-    figure.suptitle(title, fontsize=15)
+    figure.suptitle(fill(title, 120), fontsize=15)
     figure.savefig(path, format="png", dpi=DPI)
     return path
 

@@ -52,7 +52,7 @@ def write_events(folder: Path, timeline: Timeline) -> Path:
         for tag, name in TAGS.items():
             for step, value in zip(series["step"], series[name], strict=True):
                 if np.isfinite(value):
-                    writer.add_scalar(tag, value, int(step), new_style=True)
+                    writer.add_scalar(tag, value, int(step))
     finally:
         writer.close()
     return folder
