@@ -99,6 +99,17 @@ def test_the_wall_clock_shows_time_per_token(micro: str) -> None:
     assert "TTFT, TPOT: ms." in result.stdout
 
 
+def test_goodput_of_plain_prompts(micro: str) -> None:
+    """Of two steps (a chunk of prompt that gives the first token, and a second token)."""
+    fixed = ["--model", micro, "--device", "cpu", "--clock", "steps", "--max-new-tokens", "2"]
+    result = CliRunner().invoke(app, ["run", "x", *fixed, "--slo", "ttft_ms=1"])
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    last = result.stdout.splitlines()[-1]
+    assert last == "goodput: 1.00 tokens/step within 1 steps to the first token"
+    late = CliRunner().invoke(app, ["run", "x" * 200, *fixed, "--slo", "ttft_ms=1"])
+    assert late.stdout.splitlines()[-1].startswith("goodput: 0.00 tokens/step")
+
+
 def test_run_json(micro: str) -> None:
     result = invoke("run", micro, "--json", "--controller", "resident", uri=OPEN)
     assert (result.exit_code, result.stderr) == (0, ""), result.output

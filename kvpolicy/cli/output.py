@@ -135,7 +135,6 @@ SUMMARY: tuple[Column, ...] = (
     ("steps", count("steps")),
     ("generated tokens", count("generated_tokens")),
     ("tokens/s", decimal("tokens_per_s")),
-    ("goodput, tokens/s", decimal("goodput_tokens_per_s")),
     ("TPOT p50 / p99, ms", quantiles("tpot_ms")),
     ("TTFT p50 / p99, ms", quantiles("ttft_ms")),
     ("miss rate", percent("miss_rate")),

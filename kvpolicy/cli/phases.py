@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvpolicy.cli.output import MIB, aligned, shown
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kvpolicy.telemetry.phases import PhaseReport
     from kvpolicy.telemetry.slo import Slo
 
-__all__ = ["legend", "phase_table"]
+__all__ = ["goodput_line", "legend", "phase_table"]
 
 Cell = Callable[["PhaseReport"], str]
 
@@ -27,10 +27,22 @@ def legend(slo: Slo | None, counts_steps: bool) -> str:
     text = _LEGEND.format(unit="engine steps" if counts_steps else "ms")
     if slo is None:
         return text
+    within = _bounds(slo, counts_steps)
+    return f"{text}goodput: tokens of requests that were served within {within}.\n"
+
+
+def goodput_line(metrics: Mapping[str, Any], slo: Slo, counts_steps: bool) -> str:
+    """Goodput of a whole run."""
+    rate, unit = (1e3, "step") if counts_steps else (1.0, "s")
+    value = shown(metrics["goodput_tokens_per_s"], "{:,.2f}", rate)
+    return f"goodput: {value} tokens/{unit} within {_bounds(slo, counts_steps)}\n"
+
+
+def _bounds(slo: Slo, counts_steps: bool) -> str:
     unit = "steps" if counts_steps else "ms"
     words = {"tpot_ms": "a token", "ttft_ms": "to the first token"}
-    bounds = [f"{v:g} {unit} {words[k]}" for k, v in slo.to_dict().items() if v is not None]
-    return f"{text}goodput: tokens of requests that were served within {', '.join(bounds)}.\n"
+    given = ((name, value) for name, value in slo.to_dict().items() if value is not None)
+    return ", ".join(f"{value:g} {unit} {words[name]}" for name, value in given)
 
 
 def phase_table(runs: Mapping[str, Sequence[PhaseReport]], counts_steps: bool) -> str:
@@ -69,9 +81,10 @@ def _columns(phases: Sequence[PhaseReport], counts_steps: bool) -> list[tuple[st
         ("optional", lambda p: shown(p.optional_bytes_mean, "{:.1f}", MIB)),
         ("idle", lambda p: shown(p.idle_share, "{:.0%}")),
         ("longest wait", lambda p: _wait(p, counts_steps)),
-        ("rise", lambda p: shown(p.rise_steps, "{:,.0f} steps")),
-        ("TTFT p50/p99", lambda p: _quantiles(p.ttft_ms, 0)),
     ]
+    if any(p.level is not None for p in phases):
+        columns.append(("rise", lambda p: shown(p.rise_steps, "{:,.0f} steps")))
+    columns.append(("TTFT p50/p99", lambda p: _quantiles(p.ttft_ms, 0)))
     if preempted or not counts_steps:
         columns.append(("TPOT p50/p99", lambda p: _quantiles(p.tpot_ms, 1)))
     columns.append((f"tokens/{per}", lambda p: shown(p.tokens_per_s, f"{{:,.{decimals}f}}", rate)))

@@ -12,7 +12,7 @@ from kvpolicy.cli import interrupts
 from kvpolicy.cli.logs import check_logdir, write_logs
 from kvpolicy.cli.options import Options, takes
 from kvpolicy.cli.output import check_output, emit_json, printable, summary, warn, write_text
-from kvpolicy.cli.phases import legend, phase_table
+from kvpolicy.cli.phases import goodput_line, legend, phase_table
 from kvpolicy.cli.progress import step_progress
 from kvpolicy.cli.prompts import read_prompts
 from kvpolicy.cli.settings import Resolved, resolve
@@ -160,10 +160,13 @@ def finish(failed: Sequence[int]) -> None:
 
 
 def _report(result: Decoded, task: Task, controller: str, fingerprint: bool) -> str:
+    counts_steps = result.record["config"]["clock"] == "steps"
+    end = summary(result.metrics)
+    if task.slo is not None:
+        end += goodput_line(result.metrics, task.slo, counts_steps)
     if task.named:
-        counts_steps = result.record["config"]["clock"] == "steps"
         phases = phase_table({controller: result.phases}, counts_steps)
-        return f"{phases}{legend(task.slo, counts_steps)}\n{summary(result.metrics)}"
+        return f"{phases}{legend(task.slo, counts_steps)}\n{end}"
     lines = []
     for output in result.outputs:
         lines.append(
@@ -173,4 +176,4 @@ def _report(result: Decoded, task: Task, controller: str, fingerprint: bool) -> 
         if fingerprint:
             lines.append(f"   logits sha256 {output.logits_sha256}")
         lines += [printable(output.text), ""]
-    return "\n".join(lines) + "\n" + summary(result.metrics)
+    return "\n".join(lines) + "\n" + end
