@@ -14,8 +14,8 @@ from observations import request
 
 from kvpolicy.config import EngineConfig, SamplingParams
 from kvpolicy.control.curves import STICK, Entries, MissSampler
+from kvpolicy.controllers.static import Static
 from kvpolicy.engine.engine import Engine
-from kvpolicy.memory.request import RequestMemory
 
 K = 16
 Step = tuple[Entries, int]
@@ -175,36 +175,31 @@ def test_who_is_followed() -> None:
     assert sampler.choose([replace(v, decoding=v.request_id < 7) for v in views]) == 1
 
 
+class Watched(Static):
+    """Static, and the curves are measured beside it."""
+
+    wants_curves = True
+
+
 @pytest.mark.full
-def test_the_curve_is_what_a_real_cache_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_curve_is_what_a_real_cache_does() -> None:
     """tiny-dsa through the engine: the rows that an LRU cache of 2 x top-k fetches per step."""
     text = max(pieces(), key=lambda piece: len(piece[1]))[1][:2048]
-    config = EngineConfig(controller="static", eviction="lru", device="cpu")
+    config = EngineConfig(eviction="lru", device="cpu", clock="steps")
     with Engine(config) as engine:
-        stores = engine.control.stores
-        sampler = MissSampler(tuple(s.topk for s in stores), 4096)
-        note = RequestMemory.note_selected
-
-        def listen(memory: RequestMemory, store: int, step: int, entries: object) -> None:
-            note(memory, store, step, entries)  # type: ignore[arg-type]
-            if sampler.request_id is not None:
-                committed = memory.committed_entries(store)
-                sampler.note(store, step, entries.numpy(), committed)  # type: ignore[attr-defined]
-
-        monkeypatch.setattr(RequestMemory, "note_selected", listen)
+        engine.set_controller(Watched())
         handle = engine.submit(text, SamplingParams(max_new_tokens=500))
-        while not handle._request.tokens:
-            engine.step()
-        sampler.begin(handle.id)
-        for _ in range(100):
+        while len(handle._request.tokens) < 100:
             engine.step()
         before = engine.metrics()["fetched_rows"]
         while not handle.done:
             engine.step()
-        steps = len(handle._request.tokens) - 101
+        steps = len(handle._request.tokens) - 100
         fetched = (engine.metrics()["fetched_rows"] - before) / steps
+        curves = engine.control.log[-1].observation.curves
+        stores = engine.control.stores
     expected = sum(
         float(np.interp(2 * s.topk, c.rows, c.misses)) * s.layers
-        for s, c in zip(stores, sampler.curves(), strict=True)
+        for s, c in zip(stores, curves, strict=True)
     )
-    assert expected == pytest.approx(fetched, rel=0.1)
+    assert expected == pytest.approx(fetched, rel=0.1), (expected, fetched)
