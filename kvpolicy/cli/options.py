@@ -126,6 +126,15 @@ class Options:
         int | None,
         _option("--control-interval", _WHAT, "Steps between two decisions of the controller.", "N"),
     ] = None
+    decision_deadline_ms: Annotated[
+        float | None,
+        _option(
+            "--decision-deadline-ms", _WHAT, "Later, adaptive decides instead; 0: no limit.", "MS"
+        ),
+    ] = None
+    decision_log: Annotated[
+        str | None, _option("--decision-log", _WHAT, "Append every decision as JSON.", "FILE")
+    ] = None
     clock: Annotated[
         str | None,
         _option("--clock", _WHAT, "What latencies count; a step counts as 1 ms.", "wall|steps"),
