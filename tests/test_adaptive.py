@@ -17,10 +17,11 @@ from kvpolicy.control.observation import MissCurve, Observation, StoreView
 from kvpolicy.control.plan import FULL, Plan
 from kvpolicy.control.pool import Pool
 from kvpolicy.control.projection import project
-from kvpolicy.controllers.adaptive import AHEAD, HORIZON, Adaptive
+from kvpolicy.controllers.adaptive import AHEAD, HORIZON, LOT, Adaptive
 from kvpolicy.controllers.base import initial_rows, wants_curves
 from kvpolicy.controllers.registry import make
 from kvpolicy.errors import UserError
+from kvpolicy.memory.request import GROWTH_TOKENS
 
 K = 128
 STORES = (
@@ -152,7 +153,7 @@ def test_small_changes_move_no_budget(
     """Contexts a step longer, and free memory anywhere between the marks."""
     settled = decided(crowd(count, budget, free, required=3000))
     high = settled.free_bytes // FRAME
-    lower = data.draw(st.integers(high // 2, high))
+    lower = data.draw(st.integers(high * 5 // 8, high))
     longer = tuple(
         replace(r, context=r.context + 1, rows_now=tuple(n + 1 for n in r.rows_now))
         for r in settled.requests
@@ -185,11 +186,11 @@ def test_memory_for_the_queue_is_there_after_one_decision(
     count: int, budget: int, queue: list[int]
 ) -> None:
     """As many as fit beside min_rows of everyone who runs, in order; the others wait."""
-    observation = crowd(count, budget, free=5, queue=tuple(queue), required=2000)
+    observation = crowd(count, budget, free=20, queue=tuple(queue), required=2000)
     after = decided(observation)
     pool = Pool(observation)
     least = int(pool.mapped(np.full_like(pool.held, K)).sum())
-    spare = hot_frames(observation) + 5 - least - int(0.01 * observation.pool_bytes // FRAME)
+    spare = hot_frames(observation) + 20 - least - int(0.01 * observation.pool_bytes // FRAME)
     promised = 0
     for size in queue:
         if promised + size > spare:
@@ -202,7 +203,7 @@ def test_memory_for_the_queue_is_there_after_one_decision(
 
 def test_who_does_not_fit_waits_and_nothing_is_released_for_it() -> None:
     """Everyone is at 1 x top-k: below it misses explode. min_rows=0 asks for just that."""
-    observation = crowd(20, K, free=3, queue=(40,), required=2000)
+    observation = crowd(20, K, free=12, queue=(40,), required=2000)
     assert decided(observation).requests == observation.requests
     after = decided(observation, "adaptive:min_rows=0")
     assert after.free_bytes // FRAME >= 40
@@ -344,6 +345,11 @@ def test_a_decision_takes_a_millisecond() -> None:
         controller.decide(observation)
         taken.append(time.perf_counter() - start)
     assert sorted(taken)[10] < 4e-3
+
+
+def test_growth_is_what_the_memory_does() -> None:
+    """A copy of the number, since controllers load no torch."""
+    assert LOT == GROWTH_TOKENS
 
 
 def test_no_requests_no_plan() -> None:

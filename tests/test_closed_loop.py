@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from closed_loop import ClosedLoop, Phase
+from closed_loop import GROWTH, SHARED, ClosedLoop, Phase
 
 FRAMES = 2048
 
@@ -45,11 +45,13 @@ def test_low_load_is_all_but_resident(phases: Phases) -> None:
 
 
 def test_little_memory_is_idle_while_it_is_wanted(phases: Phases) -> None:
-    """Under 2 % of the pool at every step, but for the step in which a prompt is admitted."""
+    """Under 1 % of the pool on average; over 2 % only in the step of an admission, which leaves
+    everyone room to grow once, and the next decision gives that out."""
     for phase in phases["adaptive"]:
         assert phase.idle <= 0.01 * max(phase.tight_steps, 1)
-        assert phase.idle_most < 0.02
-    assert phases["hisparse"][1].idle_most > 0.02 and phases["hybrid"][1].idle_most > 0.02
+        assert phase.idle_steps <= len(phase.waits)
+    for spec in ("hisparse", "hybrid"):
+        assert phases[spec][1].idle_steps > 0.9 * phases[spec][1].tight_steps
 
 
 def test_admission_waits_no_longer_than_under_hisparse(phases: Phases) -> None:
@@ -73,10 +75,11 @@ def test_a_step_up_is_served_in_the_step_in_which_it_comes() -> None:
     before = len(loop.running)
     loop.run(13, 1)
     assert len(loop.running) > before
-    head = loop.need(loop.waiting[0])
-    least = sum(5 * 8 + r.required() for r in loop.running)
+    growth = GROWTH * len(loop.running)
+    head = loop.need(loop.waiting[0]) + growth
     assert loop.free < head, "the first that waits finds no room"
-    assert least + head > 0.9 * (loop.frames - 180), "nor would it if everyone were at the minimum"
+    least = sum(3 + 1 + 3 + 1 + 11 + 1 + 6 + 1 + r.required() for r in loop.running)
+    assert least + head > 0.97 * (loop.frames - SHARED), "nor would it if all were at the minimum"
 
 
 def test_the_marginal_split_saves_misses(phases: Phases) -> None:

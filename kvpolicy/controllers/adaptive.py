@@ -13,10 +13,12 @@ from kvpolicy.control.plan import FULL, Plan, Target
 from kvpolicy.control.pool import Pool, Rows
 from kvpolicy.controllers.parameters import one_of, row_count, share
 
-# Steps that memory kept free must cover: the default control interval.
+# Steps that free memory must cover: the default control interval.
 AHEAD = 8
-# Free memory is filled up to this many times what AHEAD steps take, and left alone until one is left.
+# Free memory is filled up to what this many times as many steps take, and left alone until then.
 REFILL = 4
+# Contexts get room in lots of so many tokens (memory.request.GROWTH_TOKENS; a test compares).
+LOT = 64
 # A request below this part of its fair share is brought up to it at once.
 BEHIND = 0.75
 # Promotion needs room for this many times everything: one more request where four run.
@@ -31,14 +33,16 @@ CURVE_STEPS = 64
 class _State:
     """What one decision works on. Frames, int64 [requests, stores] or whole numbers.
 
-    full, cap: which caches are full, and the most rows of each as it is. least: the protected floor.
-    limit: all that a cache can use as it is. soon, later: full residency after AHEAD and HORIZON
-    steps. held: as it is now. queue: what waiting requests get. low, high: marks of free memory.
+    full, begun: which caches are full, which requests have begun. cap: the most rows. least: the
+    protected floor. limit: all that a cache can use as it is. soon, later: full residency after
+    AHEAD and HORIZON steps. held: as it is now. queue: what waiting requests get. low, high: marks
+    of free memory.
     """
 
     pool: Pool
     path: Path
     full: NDArray[np.bool_]
+    begun: NDArray[np.bool_]
     cap: Rows
     least: Rows
     limit: Rows
@@ -91,12 +95,12 @@ class Adaptive:
         minimum = np.array(self._minimum(observation.stores), dtype=np.int64)
         minimum = np.maximum(minimum, floor)
         full = (pool.held >= pool.most) | (pool.most <= floor)
-        started = np.array([[r.context > 0] for r in observation.requests])
-        soon = _after(observation, pool, AHEAD)
+        begun = np.array([[r.context > 0] for r in observation.requests])
+        soon = np.minimum(pool.most, pool.now + AHEAD)
         # A prompt that is still read will be longer soon; by how much, only max_rows says.
         reading = np.array([[not r.decoding] for r in observation.requests])
-        later = np.where(reading, pool.most, _after(observation, pool, HORIZON))
-        useful = np.where(started, np.maximum(soon, minimum), floor)
+        later = np.where(reading, pool.most, np.minimum(pool.most, pool.now + HORIZON))
+        useful = np.where(begun, np.maximum(soon, minimum), floor)
         cap = np.where(full, pool.most, np.minimum(useful, pool.most - 1))
         limit = np.where(full, pool.whole(pool.now), pool.mapped(cap))
         floors = pool.mapped(np.full_like(cap, floor))
@@ -108,6 +112,7 @@ class Adaptive:
             pool=pool,
             path=self._path(observation, later, minimum),
             full=full,
+            begun=begun,
             cap=cap,
             soon=pool.whole(soon),
             later=pool.whole(later),
@@ -133,29 +138,26 @@ class Adaptive:
     def _marks(
         self, observation: Observation, pool: Pool, full: NDArray[np.bool_]
     ) -> tuple[int, int]:
-        """Free frames below which memory is taken back, and up to which it is given out."""
-        speed = _speed(observation)
-        context = max(1, sum(r.context for r in observation.requests))
-        tokens = float(speed.sum())
-        per_step = observation.required_bytes / context * tokens / observation.frame_bytes
-        per_step += float((full * speed[:, None] / pool.per_frame).sum())
-        steps = min(max(observation.interval, AHEAD), HORIZON)
-        most = self.reserve * (observation.pool_bytes // observation.frame_bytes)
-        high = min(REFILL * per_step * steps, most)
-        return int(high / REFILL), int(high)
+        """Free frames below which memory is taken back, and up to which it is given out: what
+        contexts grow by in AHEAD steps, and in REFILL times as many."""
+        size = observation.frame_bytes
+        tokens = max(1, int(pool.now.max(axis=1).sum()))
+        # Index keys and maps by their mean, and a frame of each store begun; rows of full caches.
+        lot = LOT * observation.required_bytes / tokens / size + len(observation.stores)
+        lots = lot + (full * (LOT / pool.per_frame)).sum(axis=1)
+        steps = max(observation.interval, AHEAD)
+        marks = []
+        for ahead in (steps, REFILL * steps):
+            grown = [r.decoding * _lots(r.context, ahead) for r in observation.requests]
+            marks.append(float(np.dot(grown, lots)))
+        most = self.reserve * (observation.pool_bytes // size)
+        high = int(min(marks[1], most))
+        return min(int(marks[0]), high // 2), high
 
 
-def _speed(observation: Observation) -> NDArray[np.float64]:
-    """Tokens per step of each request: one where it decodes, so far where it reads its prompt."""
-    return np.array(
-        [1.0 if r.decoding else max(1.0, r.context / max(r.age, 1)) for r in observation.requests]
-    )
-
-
-def _after(observation: Observation, pool: Pool, steps: int) -> Rows:
-    """Entries with room after so many steps."""
-    more = np.ceil(_speed(observation) * steps).astype(np.int64)[:, None]
-    return np.minimum(pool.most, pool.now + more)
+def _lots(context: int, steps: int) -> int:
+    """Lots of room that a context needs within so many steps."""
+    return (context + steps) // LOT - context // LOT
 
 
 def _queue(observation: Observation, spare: int) -> int:
@@ -171,18 +173,28 @@ def _queue(observation: Observation, spare: int) -> int:
 
 def _share_out(state: _State, observation: Observation) -> Rows:
     """Frames per request and store: the fair share under pressure or where someone is far behind,
-    else what they hold, and what is free beyond the upper mark."""
-    held, limit = state.held, state.limit
-    room = int(held.sum()) + state.free - state.queue - state.high
-    fair = fill(state.pool, state.path, state.least, limit, max(room, 0))
-    free = state.free - state.queue
+    else what they hold and can use, and what is free beyond the upper mark."""
+    held = np.minimum(state.held, state.limit)
+    free = state.free + int(state.held.sum()) - int(held.sum()) - state.queue
+    room = int(held.sum()) + free - state.high
+    fair = _fair(state, max(room, 0))
     short = free < state.low or (observation.shortages > 0 and free < state.high)
-    behind = bool((held < BEHIND * fair).any())
-    if short or behind:
+    if short or bool((held < BEHIND * fair).any()):
         return fair
     if free <= state.high:
         return held
-    return fill(state.pool, state.path, np.minimum(held, limit), limit, room)
+    return fill(state.pool, state.path, held, state.limit, room)
+
+
+def _fair(state: _State, room: int) -> Rows:
+    """Everyone at the same point of the path. A prompt that has not begun is full or at the floor:
+    it could not use anything between."""
+    fair = fill(state.pool, state.path, state.least, state.limit, room)
+    out = state.full & ~state.begun & (fair < state.limit)
+    if bool(out.any()):
+        limit = np.where(out, state.least, state.limit)
+        fair = fill(state.pool, state.path, state.least, limit, room)
+    return fair
 
 
 def _promoted(state: _State, observation: Observation, frames: Rows) -> NDArray[np.bool_]:
@@ -193,10 +205,11 @@ def _promoted(state: _State, observation: Observation, frames: Rows) -> NDArray[
         return np.zeros_like(full)
     context = np.array([[r.context] for r in observation.requests], dtype=np.int64)
     total = int(state.held.sum()) + state.free - state.queue
-    room = int(total / HEADROOM)
-    share = fill(pool, state.path, np.minimum(state.least, state.later), state.later, room)
+    share = fill(
+        pool, state.path, np.minimum(state.least, state.later), state.later, total - state.high
+    )
     young = context <= np.array([s.topk for s in observation.stores])
-    fits = int(state.later.sum()) <= room
+    fits = HEADROOM * int(state.later.sum()) <= total
     ready = ~full & (fits | (state.later <= frames) | (young & (state.soon <= share)))
     # Up to top-k rows are no more than one step could miss: they are not held up.
     copied = np.minimum(pool.now, context) * np.array([s.record_bytes for s in observation.stores])

@@ -37,10 +37,16 @@ class Residents:
         return self.memory.frames_of(request.max_tokens, self.initial_rows(request), room)
 
     def queue_bytes(self) -> tuple[int, ...]:
-        """Device memory that waiting requests need to start, in order, as many as have seats."""
+        """Device memory that waiting requests need to start, in order, as many as have seats.
+
+        The room that admission leaves for growth is in it, that of all who run with the first.
+        """
         size, more = self.memory.layout.frame_bytes, self.memory.growth_frames
         first = itertools.islice(self.scheduler.waiting, self.scheduler.seats_free)
-        return tuple((self.frames_to_start(request) + more) * size for request in first)
+        frames = [self.frames_to_start(request) + more for request in first]
+        if frames:
+            frames[0] += more * len(self.scheduler.running)
+        return tuple(count * size for count in frames)
 
     def admit(self, step: int) -> None:
         """Start waiting requests while host, index, map and first hot rows can all be reserved.

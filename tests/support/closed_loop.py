@@ -13,7 +13,7 @@ import json
 import random
 import sys
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -31,7 +31,8 @@ STORES = (
     StoreView("L2-5", 4, TOPK, 1280, 12, 2048),
     StoreView("L6-7", 2, TOPK, 640, 25, 2048),
 )
-KEYS, MAPS = 128, 4096  # per frame
+KEYS, MAPS, LOT = 128, 4096, 64  # keys and map entries a frame; tokens that room grows by
+GROWTH = 2 * len(STORES)  # frames that a lot may take, left for everyone at an admission
 SHARED = 180  # frames of staging and in-flight rows
 # Misses per step by layer group and budget, as measured on the shipped model (training/evaluate.py).
 _MEASURED = json.loads((checkpoint_folder("tiny-dsa") / "evaluation.json").read_text())
@@ -46,7 +47,8 @@ CURVES = tuple(MissCurve(ROWS, tuple(TOPK * rate for rate in rates), 500.0) for 
 
 @dataclass(eq=False)
 class Item:
-    """A request. context grows by prompt chunks, then by one a step."""
+    """A request. context grows by prompt chunks, then by one a step; room, the tokens there is
+    memory for, is the prompt's from the start and grows in lots."""
 
     id: int
     prompt: int
@@ -54,21 +56,23 @@ class Item:
     arrived: int
     admitted: int = -1
     context: int = 0
+    room: int = 0
     budget: list[int] = field(default_factory=list)
 
     @property
     def most(self) -> int:
         return self.prompt + self.output
 
+    def room_for(self, tokens: int) -> int:
+        return min(self.most, -(-tokens // LOT) * LOT)
+
     def required(self) -> int:
-        """Frames of index keys and maps for what is there, at least the prompt."""
-        tokens = max(self.prompt, self.context) + 1
-        return len(STORES) * (-(-tokens // KEYS) - (-tokens // MAPS))
+        """Frames of index keys and maps."""
+        return len(STORES) * (-(-self.room // KEYS) - (-self.room // MAPS))
 
     def hot(self) -> int:
-        now = min(self.context + 1, self.most)
         return sum(
-            frames_of(s, b, self.most, now) for s, b in zip(STORES, self.budget, strict=True)
+            frames_of(s, b, self.most, self.room) for s, b in zip(STORES, self.budget, strict=True)
         )
 
 
@@ -80,10 +84,12 @@ class Phase:
     tight_steps: int = 0
     idle: float = 0.0
     idle_most: float = 0.0
+    idle_steps: int = 0
     running: int = 0
     missed: float = 0.0
     selected: float = 0.0
     moved: int = 0
+    shortages: int = 0
     waits: list[int] = field(default_factory=list)
 
     def row(self) -> str:
@@ -91,7 +97,7 @@ class Phase:
         return (
             f"{self.running / max(self.steps, 1):7.1f} {self.idle / max(self.tight_steps, 1):7.1%} "
             f"{self.idle_most:7.1%} {self.missed / max(self.selected, 1):7.1%} "
-            f"{np.mean(waits):7.0f} {max(waits):6d} {self.moved:9d}"
+            f"{np.mean(waits):7.0f} {max(waits):6d} {self.moved:9d} {self.shortages:5d}"
         )
 
 
@@ -126,11 +132,15 @@ class ClosedLoop:
     def free(self) -> int:
         return self.frames - SHARED - sum(r.required() + r.hot() for r in self.running)
 
-    def need(self, item: Item) -> int:
+    def start(self, item: Item) -> Item:
+        """The request as it would be admitted."""
         rows = [int(min(r, item.most)) for r in self.initial]
-        context = max(item.context, item.prompt)
-        trial = Item(item.id, item.prompt, item.output, 0, context=context, budget=rows)
-        return trial.required() + trial.hot()
+        room = item.room_for(max(item.prompt, item.context) + 1)
+        return replace(item, room=room, budget=rows, admitted=self.step)
+
+    def need(self, item: Item) -> int:
+        started = self.start(item)
+        return started.required() + started.hot() + GROWTH
 
     # --- one step ----------------------------------------------------------------------------
 
@@ -163,13 +173,14 @@ class ClosedLoop:
             RequestView(
                 r.id, r.context, (r.most,) * 4, tuple(r.budget), r.context >= r.prompt,
                 self.step - r.admitted, max(0, r.context - r.prompt), 0, 0, 0,
-                (min(r.context + 1, r.most),) * 4,
+                (r.room,) * 4,
             )
             for r in self.running
         )  # fmt: skip
         hot = sum(r.hot() for r in self.running)
         seats = self.seats - len(self.running)
-        first = list(self.waiting)[:seats]
+        queue = [self.need(r) for r in list(self.waiting)[:seats]]
+        queue[:1] = [frames + GROWTH * len(self.running) for frames in queue[:1]]
         return Observation(
             step=self.step, interval=self.step - self.base, frame_bytes=FRAME,
             pool_bytes=self.frames * FRAME,
@@ -178,7 +189,7 @@ class ClosedLoop:
             oldest_wait=self.step - self.waiting[0].arrived if self.waiting else 0,
             arrivals=self.events["arrivals"], finished=self.events["finished"], step_seconds=0.0,
             host_to_device_bytes=0, stores=STORES, requests=views, seats_free=seats,
-            queue_bytes=tuple(self.need(r) * FRAME for r in first),
+            queue_bytes=tuple(frames * FRAME for frames in queue),
             shortages=self.events["shortages"], preemptions=self.events["preemptions"],
             tokens=self.events["tokens"], curves=self.curves,
         )  # fmt: skip
@@ -205,17 +216,16 @@ class ClosedLoop:
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.seats:
             item = self.waiting[0]
-            if self.need(item) > self.free:
+            if self.need(item) + GROWTH * len(self.running) > self.free:
                 return
             self.waiting.popleft()
-            item.budget = [int(min(r, item.most)) for r in self.initial]
-            item.admitted = self.step
             self.phase.waits.append(self.step - item.arrived)
-            self.running.append(item)
+            self.running.append(self.start(item))
             self.due = True
 
     def _compute(self) -> None:
         left = CHUNK
+        self._grow()
         for item in list(self.running):
             before = item.context
             if item.context < item.prompt:
@@ -228,36 +238,60 @@ class ClosedLoop:
                 self.running.remove(item)
                 self.events["finished"] += 1
                 self.due = True
-        self._make_room()
 
-    def _make_room(self) -> None:
-        """Contexts have grown: where frames are out, rows are taken back, then requests put back."""
-        while self.free < 0:
-            self.events["shortages"] += 1
-            self.due = True
-            largest = max(self.running, key=Item.hot)
-            if largest.hot():
-                kept = [min(b, largest.context + 1) for b in largest.budget]
-                largest.budget = [max(0, b - max(16, b // 8)) for b in kept]
+    def _grow(self) -> None:
+        """Room for the next row of everyone. Where frames lack, rows beyond those promised are taken
+        back in proportion, an eighth at least; then the youngest is put back."""
+        for item in list(self.running):
+            room = item.room_for(item.context + 1)
+            if room <= item.room or item not in self.running:
                 continue
-            last = self.running.pop()
-            self.preemptions += 1
-            self.events["preemptions"] += 1
-            self.waiting.appendleft(last)
+            item.room, before = room, item.room
+            while self.free < 0 and item in self.running:
+                self.events["shortages"] += 1
+                self.phase.shortages += 1
+                self.due = True
+                item.room, missing = before, -self.free
+                if not self._take_back(missing):
+                    self._preempt()
+                item.room = room
+
+    def _take_back(self, missing: int) -> bool:
+        for part in range(7, -1, -1):
+            budgets = []
+            for item in self.running:
+                rows = []
+                for budget, promised in zip(item.budget, self.initial, strict=True):
+                    held = item.room if budget >= item.most else budget
+                    low = int(min(promised, held))
+                    rows.append(low + (held - low) * part // 8 if held > low else budget)
+                budgets.append(rows)
+            trial = [replace(r, budget=b) for r, b in zip(self.running, budgets, strict=True)]
+            if sum(r.hot() for r in self.running) - sum(r.hot() for r in trial) >= missing:
+                for item, rows in zip(self.running, budgets, strict=True):
+                    item.budget = rows
+                return True
+        return False
+
+    def _preempt(self) -> None:
+        last = self.running.pop()
+        last.arrived = self.step
+        self.preemptions += 1
+        self.events["preemptions"] += 1
+        self.waiting.appendleft(last)
 
     def _account(self) -> None:
         phase = self.phase
         phase.steps += 1
         phase.running += len(self.running)
-        caps = sum(
-            -(-min(r.context + 1, r.most) // s.rows_per_frame) for r in self.running for s in STORES
-        )
+        caps = sum(-(-r.context // s.rows_per_frame) for r in self.running for s in STORES)
         tight = caps > sum(r.hot() for r in self.running) + self.free
         idle = self.free / self.frames
         if tight:
             phase.tight_steps += 1
             phase.idle += idle
             phase.idle_most = max(phase.idle_most, idle)
+            phase.idle_steps += idle > 0.02
         for item in self.running:
             if item.context < item.prompt:
                 continue
@@ -315,7 +349,7 @@ LOADS = ((3, 3000, ""), (24, 4000, ""), (3, 1500, "draining"), (3, 1500, ""))
 def main(frames: int) -> None:
     """The load step of docs/adaptive.md: 3 clients, 24, 3 again."""
     print(f"{frames} frames; idle: share of the pool, while demand exceeds memory")
-    print(" " * 28 + "running    idle    most    miss    wait   most  promoted")
+    print(" " * 28 + "running    idle    most    miss    wait   most  promoted short")
     for spec in SPECS:
         loop = ClosedLoop(spec, frames)
         for clients, steps, note in LOADS:
