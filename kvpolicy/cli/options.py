@@ -129,15 +129,11 @@ class Options:
     decision_deadline_ms: Annotated[
         float | None,
         _option(
-            "--decision-deadline-ms",
-            _WHAT,
-            "What a decision may take before the fallback decides; 0: anything.",
-            "MS",
+            "--decision-deadline-ms", _WHAT, "Later, adaptive decides instead; 0: no limit.", "MS"
         ),
     ] = None
     decision_log: Annotated[
-        str | None,
-        _option("--decision-log", _WHAT, "Append every decision as a JSON line.", "FILE"),
+        str | None, _option("--decision-log", _WHAT, "Append every decision as JSON.", "FILE")
     ] = None
     clock: Annotated[
         str | None,

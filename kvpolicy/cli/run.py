@@ -94,6 +94,7 @@ def decode(config: EngineConfig, task: Task, label: str) -> Decoded:
         from kvpolicy.workloads.runner import Runner
 
         engine = Engine(config)
+    engine.set_slo(task.slo)
     with engine, step_progress(label) as on_step:
         result = Runner(engine, task.workload, task.sampling, on_step=on_step).run()
         return decoded(engine, result, task)

@@ -29,6 +29,7 @@ from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.layout import Layout
 from kvpolicy.models.loader import DecodeModel, load_model
 from kvpolicy.telemetry.record import run_record
+from kvpolicy.telemetry.slo import Slo
 
 Prompt = bytes | str | Sequence[int]
 MIB = 1 << 20
@@ -330,6 +331,10 @@ class Engine:
             self.memory.set_rule(self.control.rule)
             self.config = config
         return found
+
+    def set_slo(self, slo: Slo | None) -> None:
+        """Tell controllers which latencies goodput will count; nothing is enforced."""
+        self.control.slo = slo
 
     def check_integrity(self) -> None:
         """IntegrityError unless all bookkeeping agrees and every device row equals its host copy."""

@@ -18,6 +18,7 @@ from kvpolicy.memory.counters import RetrievalCounters
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.layout import Layout
 from kvpolicy.memory.rule import CacheRule, Eviction
+from kvpolicy.telemetry.slo import Slo
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class ControlLoop:
         self._base = _Baseline()
         self._seen: dict[int, RetrievalCounters] = {}
         self._due = True
+        self.slo: Slo | None = None
         controller, self._initial, self.rule = self._checked(spec, eviction)
         self._most_entries = max(
             s.store.entries(layout.geometry.max_context) for s in layout.stores
@@ -227,6 +229,8 @@ class ControlLoop:
             shortages=now.shortages - base.shortages,
             preemptions=now.preemptions - base.preemptions,
             tokens=now.tokens - base.tokens,
+            slo_tpot=None if self.slo is None else self.slo.tpot,
+            slo_ttft=None if self.slo is None else self.slo.ttft,
         )
 
     def _view(
