@@ -75,7 +75,7 @@ def test_table_of_the_default_controllers() -> None:
     assert (result.exit_code, result.stderr) == (0, ""), result.output
     heading, *rows = result.stdout.splitlines()
     assert heading.split()[0] == "controller" and heading.endswith("outputs")
-    assert [row.split()[0] for row in rows] == ["resident", "hisparse"]
+    assert [row.split()[0] for row in rows] == ["resident", "hisparse", "adaptive"]
     assert all(row.endswith("equal") for row in rows)
 
 

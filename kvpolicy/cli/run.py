@@ -126,7 +126,7 @@ def task_record(task: Task) -> dict[str, Any]:
 
 @takes(Options)
 def run_command(options: Options) -> None:
-    """Decode prompts and print the text, or go through a --workload and print its phases.
+    """Decode prompts and print the text, or take a --workload and print its phases.
 
     Settings come from the defaults, --config, --set and the options below; the later one wins.
     """
