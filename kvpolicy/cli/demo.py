@@ -156,10 +156,8 @@ def against(comparison: Comparison, name: str = "adaptive", other: str = "hispar
         missed = [shown(phase.miss_rate_selected, "{:.1%}") for phase in (mine, its)]
         waits = [shown(phase.longest_wait_steps, "{:,.0f}") for phase in (mine, its)]
         if mine.level:
-            parts.append(
-                f"  {mine.name}: {missed[0]} missed ({missed[1]}), longest wait {waits[0]} steps ({waits[1]})"
-            )
-    return "\n".join([f"{name} (in brackets: {other}):", *parts, ""])
+            parts.append(f"  {mine.name}: {missed[0]} ({missed[1]}), {waits[0]} steps ({waits[1]})")
+    return "\n".join([f"Missed by {name} (by {other}), and the longest wait:", *parts, ""])
 
 
 def verdict(comparison: Comparison) -> str:
