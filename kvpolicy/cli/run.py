@@ -146,7 +146,7 @@ def run_command(options: Options) -> None:
         **(result.load() if task.named else {}),
     }
     emit_json(document, to_stdout=options.as_json, path=options.output)
-    name = settings.engine.controller
+    name = str(result.record["config"]["controller"])
     if not options.as_json:
         write_text(_report(result, task, name, options.fingerprint))
     write_logs(options.logdir, {name: result}, task, quiet=options.as_json)
