@@ -131,6 +131,8 @@ wheel-check: $(VENV)/.dev
 	cd build/elsewhere && ../wheel/bin/kvpolicy --version
 	cd build/elsewhere && ../wheel/bin/kvpolicy info
 	cd build/elsewhere && ../wheel/bin/kvpolicy run --device cpu --max-new-tokens 16 'def main():'
+	cd build/elsewhere && ../wheel/bin/kvpolicy run --device cpu --clock steps \
+	  --workload 'trace:azure-conv?rate=0.1&duration=20&text=heldout' --logdir runs
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -75,7 +75,7 @@ def test_table_of_the_default_controllers() -> None:
     assert (result.exit_code, result.stderr) == (0, ""), result.output
     heading, *rows = result.stdout.splitlines()
     assert heading.split()[0] == "controller" and heading.endswith("outputs")
-    assert [row.split()[0] for row in rows] == ["resident", "hisparse"]
+    assert [row.split()[0] for row in rows] == ["resident", "hisparse", "adaptive"]
     assert all(row.endswith("equal") for row in rows)
 
 
@@ -178,6 +178,10 @@ def test_demo_text(small_demo: Path) -> None:
     assert any(line.startswith("-- end of the first prompt --") for line in lines)
     for phase in ("low: 1 requests", "high: 3 requests", "low again: 1 requests"):
         assert any(line.startswith(phase) for line in lines)
+    start = lines.index("Missed by adaptive (by hisparse), and the longest wait:") + 1
+    numbers = r"[\d.]+% \([\d.]+%\), (\d+|-) steps \((\d+|-)\)"
+    for line, phase in zip(lines[start:], ("low", "high", "low again"), strict=False):
+        assert re.fullmatch(rf"  {phase}: {numbers}", line)
     verdict = (
         rf"outputs bit-identical: yes \(\d+ requests x {total} controllers, "
         r"[\d,]+ logit rows, sha256 \w{16}\)"

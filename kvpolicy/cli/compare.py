@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT_CONTROLLERS", "Comparison", "compare_controllers"]
 
-DEFAULT_CONTROLLERS = ("resident", "hisparse")
+DEFAULT_CONTROLLERS = ("resident", "hisparse", "adaptive")
 
 COLUMNS: tuple[Column, ...] = (
     ("miss rate", percent("miss_rate")),
@@ -197,11 +197,11 @@ def report_differences(comparison: Comparison) -> None:
 
 @takes(Options)
 def compare_command(options: Options) -> None:
-    """Run the same prompts, or the same --workload, under several controllers with equal memory.
+    """Run the same prompts or --workload under several controllers with equal memory.
 
-    Repeat --controller for one row each (resident and hisparse when none is given). A policy may
-    change speed and memory, never the output: tokens and logits are compared bit for bit, and
-    a difference ends with exit code 1.
+    Repeat --controller for one row each (resident, hisparse and adaptive when none is given). A
+    policy may change speed and memory, never the output: tokens and logits are compared bit for
+    bit, and a difference ends with exit code 1.
     """
     check_output(options.output)
     settings = resolve(options)

@@ -13,7 +13,7 @@ import typer
 
 from kvpolicy.cli.compare import Comparison, compare_controllers, report_differences
 from kvpolicy.cli.logs import check_logdir, write_logs
-from kvpolicy.cli.output import check_output, emit_json, printable, write_text
+from kvpolicy.cli.output import check_output, emit_json, printable, shown, write_text
 from kvpolicy.cli.run import Decoded, Task, finish
 from kvpolicy.config import EngineConfig, SamplingParams
 from kvpolicy.telemetry.slo import Slo
@@ -25,6 +25,12 @@ CONTROLLERS = ("resident", "hisparse", "hybrid", "adaptive")
 
 _TAIL_CHARACTERS = 240
 _RULE_WIDTH = 72
+_READING = """\
+low: memory is spare. Who keeps the whole history fetches nothing (idle is what is left over); a
+  fixed buffer still fetches.
+high: memory is short. Who holds on to it lets the others wait; who shares it fetches more.
+low again: it is spare again. Who fills it up stops fetching.
+"""
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ def demo_command(
         Path | None, typer.Option("--output", metavar="FILE", help="Also write the JSON to a file.")
     ] = None,
 ) -> None:
-    """Send a load step through every cache policy and check that the output is one.
+    """Send a load step through four policies and check that the output is one (80 s on a CPU).
 
     Few requests, then many, then few, of held-out text and with the same memory: what each policy
     keeps on the device, fetches and makes wait differs, every token and every logit must not. Exit
@@ -96,17 +102,19 @@ def demo_command(
     def say(text: str) -> None:
         typer.echo(text, err=as_json)
 
-    say(
-        f"tiny-dsa, {load.low}, {load.high}, {load.low} requests at a time for {load.duration} engine "
-        f"steps each, {config.device_kv_mib:g} MiB for KV"
-    )
     controllers = demo_controllers()
+    say(
+        f"A load step under {len(controllers)} policies: {load.low}, then {load.high}, then {load.low} "
+        f"requests at a time, {load.duration} engine steps each.\n"
+        f"The same requests for each, and {config.device_kv_mib:g} MiB of device memory for KV. Model: "
+        f"{config.model}."
+    )
     before, after = _progress(say, len(controllers))
     comparison = compare_controllers(config, controllers, task, before, after)
     emit_json(_document(comparison), to_stdout=as_json, path=output)
     if not as_json:
         _print_continuation(next(task.workload.requests()).prompt, comparison.runs[0])
-        write_text(f"\n{comparison.phases(task.slo)}\n")
+        write_text(f"\n{comparison.phases(task.slo)}\n{_READING}{against(comparison)}\n")
     say(verdict(comparison))
     write_logs(logdir, comparison.labelled, task, quiet=as_json)
     report_differences(comparison)
@@ -136,6 +144,20 @@ def _task(load: Load, max_new_tokens: int | None) -> Task:
     tokens = load.output_tokens if max_new_tokens is None else max_new_tokens
     workload = make(load.uri, "steps", output_tokens=tokens)
     return Task(workload, SamplingParams(), Slo(ttft=load.ttft_steps / 1e3))
+
+
+def against(comparison: Comparison, name: str = "adaptive", other: str = "hisparse") -> str:
+    """What one controller missed and let wait in each phase, beside another; nothing without both."""
+    runs = comparison.labelled
+    if name not in runs or other not in runs:
+        return ""
+    parts = []
+    for mine, its in zip(runs[name].phases, runs[other].phases, strict=True):
+        missed = [shown(phase.miss_rate_selected, "{:.1%}") for phase in (mine, its)]
+        waits = [shown(phase.longest_wait_steps, "{:,.0f}") for phase in (mine, its)]
+        if mine.level:
+            parts.append(f"  {mine.name}: {missed[0]} ({missed[1]}), {waits[0]} steps ({waits[1]})")
+    return "\n".join([f"Missed by {name} (by {other}), and the longest wait:", *parts, ""])
 
 
 def verdict(comparison: Comparison) -> str:
@@ -191,9 +213,12 @@ def _print_continuation(prompt: bytes, run: Decoded) -> None:
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     tail = prompt.decode(errors="replace")[-_TAIL_CHARACTERS:]
     tail = tail[tail.find("\n") + 1 :]
-    console.print(Text(_rule("end of the first prompt"), style="dim"))
-    console.print(Text(printable(tail), style="dim"), end="")
-    console.print(Text(printable(run.outputs[0].text), style="bold green"))
+    for title, text, style in (
+        ("end of the first prompt", tail, "dim"),
+        ("what the model wrote", run.outputs[0].text, "bold green"),
+    ):
+        console.print(Text(_rule(title), style="dim"))
+        console.print(Text(printable(text), style=style))
     console.print(Text("-" * _RULE_WIDTH, style="dim"))
 
 

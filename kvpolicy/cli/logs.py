@@ -53,9 +53,11 @@ def write_logs(
         if not available():
             typer.echo(NO_PICTURE, err=True)
             return None
-        clock = next(iter(runs.values())).record["config"]["clock"]
+        config = next(iter(runs.values())).record["config"]
+        memory = f"{config['device_kv_mib']:g} MiB of device memory for KV"
+        title = f"{task.workload.uri}\n{config['model']}, {memory}"
         timelines = {label: run.timeline for label, run in runs.items()}
-        path = draw_timelines(folder / PICTURE, timelines, task.workload.uri, clock == "steps")
+        path = draw_timelines(folder / PICTURE, timelines, title, config["clock"] == "steps")
     except OSError as error:
         raise UserError(f"--logdir {str(folder)!r}: {error.strerror or error}") from None
     typer.echo(f"picture: {path}", err=quiet)

@@ -24,12 +24,12 @@ from kvpolicy.errors import UserError, unknown_name
 __all__ = ["COMMANDS", "LATER", "PLUGIN_GROUP", "app", "main"]
 
 COMMANDS = {
+    "demo": "kvpolicy.cli.demo:demo_command",
     "run": "kvpolicy.cli.run:run_command",
     "compare": "kvpolicy.cli.compare:compare_command",
-    "demo": "kvpolicy.cli.demo:demo_command",
+    "new": "kvpolicy.cli.new:app",
     "list": "kvpolicy.cli.listing:list_command",
     "info": "kvpolicy.cli.info:info_command",
-    "new": "kvpolicy.cli.new:app",
 }
 """Command name -> module:function, in the order of the help."""
 
@@ -173,7 +173,11 @@ def _root(
         help="Show the version and exit.",
     ),
 ) -> None:
-    """Explore residency policies of a hierarchical sparse KV cache on a real decode loop."""
+    """Explore residency policies of a hierarchical sparse KV cache on a real decode loop.
+
+    A policy (a controller) decides how much of each request's history stays in device memory. It can
+    change speed and memory, never one bit of the output. Start with 'kvpolicy demo'.
+    """
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
 

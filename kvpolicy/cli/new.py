@@ -54,7 +54,7 @@ class CLASS:
 
 @app.callback()
 def _new() -> None:
-    """Write a file to start from."""
+    """Write a file to start from: a controller of your own (kvpolicy new controller NAME)."""
 
 
 @app.command("controller")

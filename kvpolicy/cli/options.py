@@ -27,123 +27,98 @@ SETTINGS = ENGINE_DEFAULTS | SAMPLING_DEFAULTS
 
 
 def _option(flag: str, panel: str, help: str, metavar: str | None = None) -> Any:
-    """An option; the shown default is that of the setting of the same name."""
+    """An option; its help ends with the default of the setting of the same name."""
     key = flag.split("/")[0].lstrip("-").replace("-", "_")
     default = SETTINGS.get(key)
-    shown = str(default).lower() if default not in (None, ()) else False
-    return typer.Option(
-        flag,
-        metavar=metavar,
-        help=help,
-        rich_help_panel=panel,
-        show_default=shown,
-    )
+    if default is not None and default != () and key != "controller":
+        shown = f"{default:g}" if isinstance(default, float) else str(default)
+        help = f"{help.removesuffix('.')} (default {shown})."
+    return typer.Option(flag, metavar=metavar, help=help, rich_help_panel=panel, show_default=False)
 
 
-def _flag(name: str, help: str) -> Any:
-    return typer.Option(name, help=help, rich_help_panel="Output", show_default=False)
+def _flag(flag: str, panel: str, help: str) -> Any:
+    return typer.Option(flag, metavar=" ", help=help, rich_help_panel=panel, show_default=False)
 
 
 def _later(flag: str) -> Any:
     return typer.Option(flag, hidden=True)
 
 
-_WHAT, _MEMORY, _SAMPLE, _PROMPT = "Model and policy", "Memory", "Sampling", "Prompts and settings"
-_LOAD = "Load"
+_INPUT, _POLICY, _MEMORY, _SAMPLE = "What to decode", "Policy", "Memory", "Sampling"
+_ENGINE, _SETTINGS, _OUTPUT = "Model and engine", "Settings in a file", "What to report"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What `run` and `compare` take; None and empty mean "not given"."""
+    """What `run` and `compare` take, in the order of the help; None and empty mean "not given"."""
 
     prompts: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[PROMPT]...", help="Prompts, UTF-8. '-' reads one from standard input."
+            metavar="PROMPT",
+            help="Prompts, UTF-8. '-' reads one from standard input.",
+            show_default=False,
         ),
     ] = None
     prompt_file: Annotated[
         list[Path] | None,
-        _option("--prompt-file", _PROMPT, "One prompt, raw bytes. Repeatable.", "PATH"),
+        _option("--prompt-file", _INPUT, "One prompt, raw bytes. Repeatable.", "PATH"),
+    ] = None
+    workload: Annotated[
+        str | None,
+        _option(
+            "--workload",
+            _INPUT,
+            "A load instead of prompts: synthetic:step?low=2&high=16, trace:azure-conv?rate=2, ... "
+            "(kvpolicy list; docs/workloads.md).",
+            "URI",
+        ),
     ] = None
     bos: Annotated[
         bool | None,
-        _option("--bos/--no-bos", _PROMPT, "Put the beginning-of-sequence token first."),
-    ] = None
-    config: Annotated[
-        Path | None,
-        _option(
-            "--config", _PROMPT, "YAML mapping of settings (flat: 'device_kv_mib: 64').", "FILE"
-        ),
-    ] = None
-    overrides: Annotated[
-        list[str] | None,
-        _option(
-            "--set",
-            _PROMPT,
-            "One setting, the value as YAML. Wins over --config. Repeatable.",
-            "K=V",
-        ),
+        _flag("--bos/--no-bos", _INPUT, "Put the beginning-of-sequence token first (default no)."),
     ] = None
 
-    model: Annotated[
-        str | None,
-        _option("--model", _WHAT, "An embedded model or a checkpoint folder.", "NAME|PATH"),
-    ] = None
-    device: Annotated[
-        str | None, _option("--device", _WHAT, "Where to compute.", "auto|cpu|cuda")
-    ] = None
-    backend: Annotated[
-        str | None, _option("--backend", _WHAT, "Kernels to use.", "auto|reference|triton")
-    ] = None
-    dtype: Annotated[str | None, _option("--dtype", _WHAT, "Arithmetic.", "float32")] = None
-    kv_dtype: Annotated[
-        str | None, _option("--kv-dtype", _WHAT, "Format of KV rows.", "float32|bf16")
-    ] = None
     controller: Annotated[
         list[str] | None,
         _option(
             "--controller",
-            _WHAT,
-            "NAME or PATH.py:NAME, and :key=value,... (kvpolicy list; kvpolicy new controller).",
+            _POLICY,
+            "NAME or PATH.py:NAME, and :key=value,... (kvpolicy list; kvpolicy new controller). "
+            f"run takes one (default {SETTINGS['controller']}), compare any number.",
             "SPEC",
         ),
     ] = None
     eviction: Annotated[
         str | None,
-        _option("--eviction", _WHAT, "Eviction rule of the hot cache (kvpolicy list).", "NAME"),
+        _option(
+            "--eviction",
+            _POLICY,
+            "Which row of a hot cache gives way: clock, lru, fifo, random or a plug-in's "
+            "(default: the controller's own).",
+            "NAME",
+        ),
     ] = None
     admission: Annotated[
-        str | None, _option("--admission", _WHAT, "Which fetched rows may stay.", "all")
-    ] = None
-    max_concurrency: Annotated[
-        int | None, _option("--max-concurrency", _WHAT, "Requests at a time.", "N")
-    ] = None
-    prefill_chunk: Annotated[
-        int | None, _option("--prefill-chunk", _WHAT, "Prompt rows per step.", "N")
+        str | None,
+        _option("--admission", _POLICY, "Which fetched rows may stay; so far all.", "all"),
     ] = None
     control_interval: Annotated[
         int | None,
-        _option("--control-interval", _WHAT, "Steps between two decisions of the controller.", "N"),
+        _option("--control-interval", _POLICY, "Most steps between two decisions.", "N"),
     ] = None
     decision_deadline_ms: Annotated[
         float | None,
         _option(
-            "--decision-deadline-ms", _WHAT, "Later, adaptive decides instead; 0: no limit.", "MS"
+            "--decision-deadline-ms",
+            _POLICY,
+            "If a decision takes longer, adaptive decides instead; 0: no limit.",
+            "MS",
         ),
     ] = None
     decision_log: Annotated[
-        str | None, _option("--decision-log", _WHAT, "Append every decision as JSON.", "FILE")
-    ] = None
-    clock: Annotated[
         str | None,
-        _option("--clock", _WHAT, "What latencies count; a step counts as 1 ms.", "wall|steps"),
-    ] = None
-    validate: Annotated[
-        bool | None,
-        _option(
-            "--validate/--no-validate", _WHAT, "Check all bookkeeping after every step (slow)."
-        ),
+        _option("--decision-log", _POLICY, "Append every decision, a line of JSON each.", "FILE"),
     ] = None
 
     device_kv_mib: Annotated[
@@ -153,19 +128,27 @@ class Options:
     host_kv_mib: Annotated[
         float | None, _option("--host-kv-mib", _MEMORY, "Host memory for the history.", "MIB")
     ] = None
-    staging_rows: Annotated[
-        int | None,
-        _option("--staging-rows", _MEMORY, "Transient rows shared by all requests.", "N"),
-    ] = None
     floor_rows: Annotated[
         int | None,
         _option(
-            "--floor-rows", _MEMORY, "Rows per request and layer that no controller can take.", "N"
+            "--floor-rows",
+            _MEMORY,
+            "Rows per request and layer that no controller can take.",
+            "N",
+        ),
+    ] = None
+    staging_rows: Annotated[
+        int | None,
+        _option(
+            "--staging-rows",
+            _MEMORY,
+            "Transient rows shared by all requests (default: max-concurrency x top-k).",
+            "N",
         ),
     ] = None
 
     max_new_tokens: Annotated[
-        int | None, _option("--max-new-tokens", _SAMPLE, "Tokens to generate.", "N")
+        int | None, _option("--max-new-tokens", _SAMPLE, "Most tokens per request.", "N")
     ] = None
     temperature: Annotated[float | None, _option("--temperature", _SAMPLE, "0 is greedy.", "T")] = (
         None
@@ -177,36 +160,99 @@ class Options:
         list[str] | None,
         _option("--stop", _SAMPLE, "End where this text appears. Repeatable.", "TEXT"),
     ] = None
-
     deadline_ms: Annotated[
         float | None,
         _option("--deadline-ms", _SAMPLE, "Cancel a request that is not done after this.", "MS"),
     ] = None
-    workload: Annotated[
+
+    model: Annotated[
         str | None,
-        _option("--workload", _LOAD, "synthetic:NAME?... or trace:NAME|PATH?...", "URI"),
+        _option("--model", _ENGINE, "An embedded model or a checkpoint folder.", "NAME|PATH"),
     ] = None
+    device: Annotated[
+        str | None, _option("--device", _ENGINE, "Where to compute.", "auto|cpu|cuda")
+    ] = None
+    backend: Annotated[
+        str | None,
+        _option(
+            "--backend",
+            _ENGINE,
+            "Kernels; auto is triton on a GPU, else reference (plain torch).",
+            "auto|reference|triton",
+        ),
+    ] = None
+    dtype: Annotated[str | None, _option("--dtype", _ENGINE, "Arithmetic.", "float32")] = None
+    kv_dtype: Annotated[
+        str | None, _option("--kv-dtype", _ENGINE, "Format of KV rows.", "float32|bf16")
+    ] = None
+    max_concurrency: Annotated[
+        int | None, _option("--max-concurrency", _ENGINE, "Most requests at a time.", "N")
+    ] = None
+    prefill_chunk: Annotated[
+        int | None, _option("--prefill-chunk", _ENGINE, "Most prompt rows per step.", "N")
+    ] = None
+    clock: Annotated[
+        str | None,
+        _option(
+            "--clock",
+            _ENGINE,
+            "What arrivals and latencies count; a step counts as 1 ms, and runs repeat exactly.",
+            "wall|steps",
+        ),
+    ] = None
+    validate: Annotated[
+        bool | None,
+        _flag(
+            "--validate/--no-validate",
+            _ENGINE,
+            "Check all bookkeeping after every step; slow (default no).",
+        ),
+    ] = None
+
+    config: Annotated[
+        Path | None,
+        _option(
+            "--config",
+            _SETTINGS,
+            "YAML mapping of policy, memory, sampling, model and engine settings (device_kv_mib: 64).",
+            "FILE",
+        ),
+    ] = None
+    overrides: Annotated[
+        list[str] | None,
+        _option(
+            "--set",
+            _SETTINGS,
+            "One setting, the value as YAML. Wins over --config. Repeatable.",
+            "K=V",
+        ),
+    ] = None
+
     slo: Annotated[
         str | None,
-        _option("--slo", _LOAD, "Latency bounds that goodput counts.", "tpot_ms=X,ttft_ms=Y"),
+        _option("--slo", _OUTPUT, "Latency bounds that goodput counts.", "tpot_ms=X,ttft_ms=Y"),
     ] = None
     tpot_bound_ms: Annotated[
         float | None,
         _option(
-            "--tpot-bound-ms", _LOAD, "compare: find the most requests at a time within it.", "X"
+            "--tpot-bound-ms",
+            _OUTPUT,
+            "compare only: find the most requests at a time within this time per token.",
+            "X",
         ),
     ] = None
     logdir: Annotated[
         Path | None,
-        _option("--logdir", _LOAD, "TensorBoard events, record and picture of the run.", "DIR"),
+        _option("--logdir", _OUTPUT, "Write TensorBoard events, run record and picture.", "DIR"),
     ] = None
-
-    fingerprint: Annotated[bool, _flag("--fingerprint", "Add logits_sha256 to every request.")] = (
-        False
-    )
-    as_json: Annotated[bool, _flag("--json", "Print the result as JSON.")] = False
+    fingerprint: Annotated[
+        bool, _flag("--fingerprint", _OUTPUT, "Add logits_sha256 to every request.")
+    ] = False
+    as_json: Annotated[
+        bool, _flag("--json", _OUTPUT, "Print the result as JSON, and nothing else.")
+    ] = False
     output: Annotated[
-        Path | None, _option("--output", "Output", "Also write the JSON to a file.", "FILE")
+        Path | None, _option("--output", _OUTPUT, "Write the JSON to a file too.", "FILE")
     ] = None
 
     drafter: Annotated[list[str] | None, _later("--drafter")] = None

@@ -17,8 +17,8 @@ Cell = Callable[["PhaseReport"], str]
 
 _LEGEND = """\
 miss rate: fetched over selected rows. optional: MiB kept beyond what decoding needs (mean). idle:
-device memory that nothing uses (mean). longest wait: for memory, from arrival to admission.
-rise: until everything that a higher level brought was admitted. TTFT, TPOT: {unit}.
+device memory that nothing uses (mean). wait: the longest for memory, from arrival to admission.
+wait, TTFT, TPOT: {unit}.
 """
 
 
@@ -80,11 +80,9 @@ def _columns(phases: Sequence[PhaseReport], counts_steps: bool) -> list[tuple[st
         ("miss rate", lambda p: shown(p.miss_rate_selected, "{:.1%}")),
         ("optional", lambda p: shown(p.optional_bytes_mean, "{:.1f}", MIB)),
         ("idle", lambda p: shown(p.idle_share, "{:.0%}")),
-        ("longest wait", lambda p: _wait(p, counts_steps)),
+        ("wait", lambda p: _wait(p, counts_steps)),
+        ("TTFT p50/p99", lambda p: _quantiles(p.ttft_ms, 0)),
     ]
-    if any(p.level is not None for p in phases):
-        columns.append(("rise", lambda p: shown(p.rise_steps, "{:,.0f} steps")))
-    columns.append(("TTFT p50/p99", lambda p: _quantiles(p.ttft_ms, 0)))
     if preempted or not counts_steps:
         columns.append(("TPOT p50/p99", lambda p: _quantiles(p.tpot_ms, 1)))
     columns.append((f"tokens/{per}", lambda p: shown(p.tokens_per_s, f"{{:,.{decimals}f}}", rate)))
@@ -98,8 +96,9 @@ def _columns(phases: Sequence[PhaseReport], counts_steps: bool) -> list[tuple[st
 
 
 def _wait(phase: PhaseReport, counts_steps: bool) -> str:
-    steps = shown(phase.longest_wait_steps, "{:,.0f} steps")
-    return steps if counts_steps else f"{steps}, {shown(phase.longest_wait_s, '{:.1f} s')}"
+    if counts_steps:
+        return shown(phase.longest_wait_steps, "{:,.0f}")
+    return shown(phase.longest_wait_s, "{:,.0f}", 1e-3)
 
 
 def _quantiles(values: Mapping[str, float | None], decimals: int) -> str:

@@ -126,7 +126,7 @@ def task_record(task: Task) -> dict[str, Any]:
 
 @takes(Options)
 def run_command(options: Options) -> None:
-    """Decode prompts and print the text, or go through a --workload and print its phases.
+    """Decode prompts and print the text, or take a --workload and print its phases.
 
     Settings come from the defaults, --config, --set and the options below; the later one wins.
     """
@@ -146,7 +146,7 @@ def run_command(options: Options) -> None:
         **(result.load() if task.named else {}),
     }
     emit_json(document, to_stdout=options.as_json, path=options.output)
-    name = settings.engine.controller
+    name = str(result.record["config"]["controller"])
     if not options.as_json:
         write_text(_report(result, task, name, options.fingerprint))
     write_logs(options.logdir, {name: result}, task, quiet=options.as_json)

@@ -158,7 +158,8 @@ class RequestMemory:
         """Committed entries that the last step selected, ascending; None if nothing was selected."""
         if not self._recent[store]:
             return None
-        entries = torch.unique(torch.cat([chosen.flatten() for chosen in self._recent[store]]))
+        chosen = torch.cat([selection.flatten() for selection in self._recent[store]])
+        entries: Tensor = torch.unique(chosen)
         return entries[(entries >= 0) & (entries < self.committed_entries(store))]
 
     def check_integrity(self) -> None:

@@ -19,6 +19,12 @@ class StepRows:
     positions: in its request. segment: which segment it is of. seat: of its request.
     """
 
+    positions: Tensor
+    segment: Tensor
+    seat: Tensor
+    _committed: Tensor
+    _shift: Tensor
+
     def __init__(
         self,
         requests: Sequence[RequestMemory],

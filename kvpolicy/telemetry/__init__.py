@@ -1,1 +1,1 @@
-"""What happened: run records and latency statistics."""
+"""What happened: run records, latencies and goodput, phases, timelines, TensorBoard events, pictures."""
