@@ -49,6 +49,9 @@ def unknown_name(kind: str, value: str, allowed: Iterable[str]) -> UserError:
 
 def reason(error: BaseException) -> str:
     """Type and message of a foreign exception in one line, at most 300 characters."""
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # its text may fail as well
+        text = ""
     name = type(error).__name__
     return f"{name}: {text[:300]}" if text else name

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from abuse import PROMPTS as ABUSED
+from abuse import SETTINGS, Setting, check, run_alone
 from checking import CheckingModel
 from heldout import pieces
+from hypothesis import Phase, given, settings
 from micro import write_checkpoint
 from mix import PARAMS, PROMPTS
+from scale import examples
 
 from kvpolicy import Engine, EngineConfig, SamplingParams
 from kvpolicy.engine.request import RequestOutput
@@ -46,6 +50,22 @@ def test_outputs_do_not_depend_on_budget_batch_or_chunk(tmp_path: Path, backend:
         for chunk, seats in ((7, 4), (64, 2)):
             got = [o.logits_sha256 for o in run(model, controller, chunk, seats)]
             assert got == alone, f"{controller}, chunk {chunk}, {seats} seats"
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_no_abuse_changes_a_bit(tmp_path_factory: pytest.TempPathFactory, backend: str) -> None:
+    """Any controller, swaps, reloads, too little memory, forced preemptions, cancels and deadlines."""
+    folder = write_checkpoint(tmp_path_factory.mktemp(backend))
+    model = GlmDsa(folder, torch.device("cuda"), "micro", backend)
+    values = {"device": "cuda", "backend": backend}
+    alone = {which: run_alone(model, which, **values) for which in range(len(ABUSED))}
+
+    @settings(max_examples=examples(24, 100), phases=(Phase.explicit, Phase.generate))
+    @given(setting=SETTINGS)
+    def run(setting: Setting) -> None:
+        check(model, alone, setting, **values)
+
+    run()
 
 
 def test_tiny_dsa_says_the_same_on_both_devices() -> None:

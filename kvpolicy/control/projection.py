@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -86,12 +87,12 @@ def _wanted(plan: Plan, request: RequestView, floor: int, reasons: list[str]) ->
 def per_store(target: object, stores: int) -> list[float | None] | None:
     """A target as one number per store; None for what is no number, or for a wrong length.
 
-    Takes a number, or any sequence or array of them; text is no number.
+    Takes a number, or any sequence or array of them, which need not end; text is no number.
     """
     if isinstance(target, (str, bytes, Mapping)) or not isinstance(target, Iterable):
         return [_number(target)] * stores
     try:
-        values = [_number(value) for value in target]
+        values = [_number(value) for value in islice(target, stores + 1)]
     except TypeError:  # an array without dimensions
         return [_number(target)] * stores
     return values if len(values) == stores else None

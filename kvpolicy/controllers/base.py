@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from kvpolicy.control.observation import Observation, StoreView
 from kvpolicy.control.plan import Plan
 from kvpolicy.control.projection import per_store
-from kvpolicy.errors import UserError
+from kvpolicy.errors import UserError, reason
 from kvpolicy.memory.rule import CacheRule
 
 
@@ -34,14 +34,14 @@ def initial_rows(controller: Controller, stores: tuple[StoreView, ...]) -> tuple
 
     UserError if its ``initial`` fails or gives anything else.
     """
-    initial = getattr(controller, "initial", None)
+    initial = _attribute(controller, "initial", None)
     try:
         target = 0 if initial is None else initial(stores)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(
-            f"controller {type(controller).__name__}: initial() failed: {type(error).__name__}: {error}"
+            f"controller {type(controller).__name__}: initial() failed: {reason(error)}"
         ) from None
     rows = per_store(target, len(stores))
     if rows is None or any(r is None or math.isnan(r) or r < 0 for r in rows):
@@ -54,7 +54,7 @@ def initial_rows(controller: Controller, stores: tuple[StoreView, ...]) -> tuple
 
 def cache_rule(controller: Controller) -> CacheRule:
     """The controller's cache rule, or the default one. UserError for anything but a CacheRule."""
-    rule = getattr(controller, "cache_rule", CacheRule())
+    rule = _attribute(controller, "cache_rule", CacheRule())
     if not isinstance(rule, CacheRule):
         raise UserError(f"controller {type(controller).__name__}: cache_rule must be a CacheRule")
     return rule
@@ -62,4 +62,14 @@ def cache_rule(controller: Controller) -> CacheRule:
 
 def wants_curves(controller: Controller) -> bool:
     """Whether miss curves are to be measured for a controller (default: no, nobody pays for them)."""
-    return getattr(controller, "wants_curves", False) is True
+    return _attribute(controller, "wants_curves", False) is True
+
+
+def _attribute(controller: Controller, name: str, default: object) -> Any:
+    """An optional attribute. UserError where reading it fails: it may be anybody's property."""
+    try:
+        return getattr(controller, name, default)
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            f"controller {type(controller).__name__}: {name} failed: {reason(error)}"
+        ) from None

@@ -102,19 +102,21 @@ class ControlLoop:
 
     def set_controller(self, spec: ControllerLike) -> None:
         """Swap the controller; it decides at the next step. UserError leaves the old one in place."""
-        controller, self._initial, self.rule = self._checked(spec, self._eviction)
-        self.decider.set_controller(controller)
+        controller, initial, rule = self._checked(spec, self._eviction)
         self._follower = self._new_follower(controller)
+        self._initial, self.rule = initial, rule
+        self.decider.set_controller(controller)
         self._due = True
 
     def apply(self, changes: RunTimeChanges) -> None:
         """Take over what a new config changes; all of it, or nothing and a UserError."""
         swapped = "controller" in changes.names
         spec = changes.controller if swapped else self.controller
-        controller, self._initial, self.rule = self._checked(spec, changes.eviction)
+        controller, initial, rule = self._checked(spec, changes.eviction)
         if swapped:
-            self.decider.set_controller(controller)
             self._follower = self._new_follower(controller)
+            self.decider.set_controller(controller)
+        self._initial, self.rule = initial, rule
         self._eviction = changes.eviction
         self.interval = changes.control_interval
         self._due = True

@@ -16,6 +16,7 @@ from kvpolicy.memory.accounting import Reserve
 from kvpolicy.memory.arena import Arena
 from kvpolicy.memory.commit import Accepted, Committer
 from kvpolicy.memory.counters import MemoryCounters
+from kvpolicy.memory.cuts import Holding, cuts_for
 from kvpolicy.memory.host_pool import HostPool
 from kvpolicy.memory.hot_cache import Load, keep_order
 from kvpolicy.memory.layout import Layout, StoreLayout
@@ -100,9 +101,11 @@ class Hierarchy:
         return tuple(max(wanted, self.floor_rows) for wanted in rows)
 
     def check_fits_alone(self, max_tokens: int, rows: Sequence[int]) -> None:
-        """CapacityError naming the tier if a request could never run, even on an empty engine."""
+        """CapacityError naming the tier if a request could never run, even on an empty engine, with
+        these rows or with the floor (which may take a frame of metadata more than a short request that
+        is full)."""
         have = self.arena.frames.num_frames - self._shared
-        need = self.frames_of(max_tokens, rows)
+        need = max(self.frames_of(max_tokens, each) for each in (rows, (0,) * len(rows)))
         if need > have:
             size = self.layout.frame_bytes
             raise CapacityError(
@@ -222,32 +225,19 @@ class Hierarchy:
 
     def take_back(self, frames: int, keep: Sequence[float]) -> bool:
         """Free at least ``frames`` frames of optional rows, from all requests in proportion, leaving
-        each at least ``keep`` rows per store. False, and no change, if there are not so many."""
-        least = [max(rows, self.floor_rows) for rows in keep]
-        caches = [
-            (request, store, request.hot[store.index], floor)
+        each at least ``keep`` rows per store; or, where there are not so many, lower the need
+        (:func:`~kvpolicy.memory.cuts.cuts_for`). False, and no change, if neither can be done."""
+        holdings = [
+            Holding(request, store, request.hot[store.index], max(rows, self.floor_rows))
             for request in self.requests.values()
-            for store, floor in zip(self.layout.stores, least, strict=True)
+            for store, rows in zip(self.layout.stores, keep, strict=True)
         ]
-        for part in range(7, -1, -1):
-            budgets = []
-            freed = 0
-            for request, store, hot, floor in caches:
-                held = hot.room if hot.full else hot.capacity
-                if held <= floor:
-                    continue
-                rows = int(floor + (held - floor) * part // 8)
-                gain = hot.num_frames - store.hot_frames(rows, False)
-                if gain > 0:
-                    freed += gain
-                    budgets.append((request, store, rows))
-            if freed >= frames:
-                for request, store, rows in budgets:
-                    self._resize_store(request, store, rows)
-                self.counters.release_steps += 1
-                self.counters.forced_frames += freed
-                return True
-        return False
+        cuts, freed = cuts_for(holdings, frames)
+        for cut in cuts:
+            self._resize_store(cut.holding.request, cut.holding.store, cut.rows)
+        self.counters.release_steps += bool(cuts)
+        self.counters.forced_frames += freed
+        return bool(cuts)
 
     # --- one step --------------------------------------------------------------------------------
 
