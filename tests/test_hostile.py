@@ -159,6 +159,21 @@ def test_a_sleeper_stalls_no_step(micro: DecodeModel, alone: dict[int, Alone]) -
     assert kinds == ["late"] + ["busy"] * (len(kinds) - 1) and len(kinds) > 10
 
 
+def test_a_spinner_stalls_no_step(micro: DecodeModel, alone: dict[int, Alone]) -> None:
+    """It takes the interpreter's lock again and again: steps get slower, and go on."""
+    end = time.perf_counter() + 0.7
+
+    def spin(observation: Observation) -> Plan:
+        while time.perf_counter() < end:
+            pass
+        return Plan.even(7)
+
+    run = Run(micro, alone, Acting(spin), decision_deadline_ms=DEADLINE_MS)
+    assert run.slowest < STEP_BOUND
+    assert [d.fallback for d in run.log[:3]] == ["late", "busy", "busy"]
+    assert gone(controller_threads)
+
+
 @pytest.mark.full
 def test_ten_seconds_of_real_sleep(micro: DecodeModel, alone: dict[int, Alone]) -> None:
     """time.sleep, not an event: it ends long after the engine, which does not wait for it."""
