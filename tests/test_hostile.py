@@ -172,7 +172,7 @@ def test_a_spinner_changes_nothing_but_time(micro: DecodeModel, alone: dict[int,
 
     run = Run(micro, alone, Acting(spin), decision_deadline_ms=DEADLINE_MS)
     assert run.slowest < spin_seconds + STEP_BOUND
-    assert run.log[0].fallback == "late" and run.log[-1].fallback in ("", "late")
+    assert run.log[0].fallback == "late"
     assert gone(controller_threads)
 
 
