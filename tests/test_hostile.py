@@ -159,6 +159,23 @@ def test_a_sleeper_stalls_no_step(micro: DecodeModel, alone: dict[int, Alone]) -
     assert kinds == ["late"] + ["busy"] * (len(kinds) - 1) and len(kinds) > 10
 
 
+def test_a_spinner_changes_nothing_but_time(micro: DecodeModel, alone: dict[int, Alone]) -> None:
+    """Computing holds the interpreter's lock, and steps with it: no deadline bounds that inside one
+    process. A step is held up no longer than the controller computes, and the rest stays true."""
+    spin_seconds = 0.6
+    end = time.perf_counter() + spin_seconds
+
+    def spin(observation: Observation) -> Plan:
+        while time.perf_counter() < end:
+            pass
+        return Plan.even(7)
+
+    run = Run(micro, alone, Acting(spin), decision_deadline_ms=DEADLINE_MS)
+    assert run.slowest < spin_seconds + STEP_BOUND
+    assert run.log[0].fallback == "late"
+    assert gone(controller_threads)
+
+
 @pytest.mark.full
 def test_ten_seconds_of_real_sleep(micro: DecodeModel, alone: dict[int, Alone]) -> None:
     """time.sleep, not an event: it ends long after the engine, which does not wait for it."""

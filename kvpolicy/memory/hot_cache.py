@@ -203,7 +203,7 @@ class HotCache:
 
     def _clear_map(self, start: int) -> None:
         """Mark the entries from ``start`` on absent."""
-        entries = arange(self.room, self.device)[start:]
+        entries = torch.arange(start, self.room, device=self.device)
         if entries.numel():
             self._map.paged.put(entries, torch.full_like(entries, ABSENT))
 
