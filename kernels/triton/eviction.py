@@ -23,6 +23,8 @@ DRAW_STEP = tl.constexpr(_DRAW_STEP)
 DRAW_CALL = tl.constexpr(_DRAW_CALL)
 LEAST = tl.constexpr(-(2**63))
 MOST = tl.constexpr(2**63 - 1)
+# A gallop whose stride has passed this bisects from then on: four times it would overflow.
+GALLOP = tl.constexpr(2**60)
 
 
 # --- keys: as in kernels/eviction.py, of one slot; all int64 ----------------------------------------
@@ -123,22 +125,39 @@ def _threshold(
     meta, meta_frames, capacity, step, hand, draws, count, low, high,
     KEY: tl.constexpr, PER: tl.constexpr, FRAME: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The count-th smallest key of the candidates, by bisection of [low, high]; how many lie below."""
+    """The count-th smallest key of the candidates, within [low, high]; how many lie below (0 also
+    where all up to it go).
+
+    A pass counts the keys up to a middle and moves a bound onto a key. Victims are few and their
+    keys mostly lie close above the smallest (a sweep's distances, old stamps), so the middle
+    gallops up from there before it bisects: 3 to 5 passes for a sweep over 16,000 slots, not 15.
+    """
     below = 0
+    stride = count.to(tl.int64) * 2
     while low < high:
         middle = (low & high) + ((low ^ high) >> 1)  # rounded down, without overflow
+        middle = tl.where(middle - low > stride, low + stride, middle)
         up_to = 0
+        last = tl.zeros([BLOCK], tl.int64) + LEAST
+        following = tl.zeros([BLOCK], tl.int64) + MOST
         start = 0
         while start < capacity:
             _slot, entry, key = _keys(
                 meta, meta_frames, start, capacity, step, hand, draws, KEY, PER, FRAME, BLOCK
             )
-            up_to += tl.sum(((entry >= 0) & (key <= middle)).to(tl.int32), 0)
+            counted = (entry >= 0) & (key <= middle)
+            up_to += tl.sum(counted.to(tl.int32), 0)
+            last = tl.where(counted, tl.maximum(last, key), last)
+            beyond = (entry >= 0) & (key > middle)
+            following = tl.where(beyond, tl.minimum(following, key), following)
             start += BLOCK
         enough = up_to >= count
         below = tl.where(enough, below, up_to)
-        high = tl.where(enough, middle, high)
-        low = tl.where(enough, low, middle + 1)
+        high = tl.where(enough, tl.max(last, 0), high)
+        low = tl.where(enough, low, tl.min(following, 0))
+        low = tl.where(up_to == count, high, low)
+        below = tl.where(up_to == count, 0, below)
+        stride = tl.where(enough, MOST, tl.where(stride > GALLOP, MOST, stride * 4))
     return high, below
 
 
