@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from abuse import Restless
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from micro import micro_model
 from quick_model import QUICK, QuickModel
@@ -176,6 +176,8 @@ CONTROLLERS: st.SearchStrategy[Any] = st.one_of(
 
 
 @settings(max_examples=examples(25, 400), phases=NO_SHRINK)
+@example([(1, 70)], "static:device_buffer_rows=41", "hybrid", 3, 1, 40, 0, 64)
+@example([(100, 1), (1, 70)], "random", "static:device_buffer_rows=76", 1, 1, 20, 0, 30_000)
 @given(
     requests=st.lists(SIZES, min_size=1, max_size=4),
     first=CONTROLLERS,

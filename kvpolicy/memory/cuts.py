@@ -38,8 +38,8 @@ class Cut:
 def cuts_for(holdings: Sequence[Holding], frames: int) -> tuple[list[Cut], int]:
     """The smallest even cut that frees at least ``frames`` frames, and how many it frees.
 
-    Where even everything above ``least`` is too little: the full caches that take no more frames with
-    ``least`` rows. That frees nothing, but they need none any more when the context grows.
+    Where even everything above ``least`` is too little: all full caches that take no more frames with
+    ``least`` rows. They may free too little, but need no frames any more when the context grows.
     """
     for part in range(PARTS - 1, -1, -1):
         cuts = []
@@ -56,7 +56,8 @@ def cuts_for(holdings: Sequence[Holding], frames: int) -> tuple[list[Cut], int]:
                 cuts.append(Cut(holding, rows))
         if freed >= frames:
             return cuts, freed
-    even = [
-        h for h in holdings if h.hot.full and h.least < h.hot.room and h.gain(int(h.least)) == 0
+    leaving = [
+        h for h in holdings if h.hot.full and h.least < h.hot.room and h.gain(int(h.least)) >= 0
     ]
-    return [Cut(holding, int(holding.least)) for holding in even], 0
+    cuts = [Cut(holding, int(holding.least)) for holding in leaving]
+    return cuts, sum(cut.holding.gain(cut.rows) for cut in cuts)

@@ -202,12 +202,15 @@ def run_alone(model: DecodeModel, which: int, **values: Any) -> Alone:
 def device_mib(
     model: DecodeModel, setting: Setting, which: list[int], values: dict[str, Any]
 ) -> float:
-    """Memory for the largest of the requests, resident or at its floor, and ``spare`` frames."""
+    """Memory for the largest of the requests, resident, at its floor or with what it is promised, and
+    ``spare`` frames."""
     with Engine(config(setting, 4, values), model=model) as engine:
         memory = engine.memory
         stores = len(memory.layout.stores)
         most = [len(PROMPTS[i]) + PARAMS[i].max_new_tokens for i in which]
-        least = max(memory.frames_of(n, (rows,) * stores) for n in most for rows in (0, 1 << 20))
+        promised = tuple(int(min(rows, 1 << 20)) for rows in engine.control.promised)
+        forms = ((0,) * stores, (1 << 20,) * stores, promised)
+        least = max(memory.frames_of(n, rows) for n in most for rows in forms)
         return (memory._shared + least + setting.spare) * memory.layout.frame_bytes / 2**20
 
 
