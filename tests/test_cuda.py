@@ -57,10 +57,11 @@ def test_no_abuse_changes_a_bit(tmp_path_factory: pytest.TempPathFactory, backen
     """Any controller, swaps, reloads, too little memory, forced preemptions, cancels and deadlines."""
     folder = write_checkpoint(tmp_path_factory.mktemp(backend))
     model = GlmDsa(folder, torch.device("cuda"), "micro", backend)
-    values = {"device": "cuda", "backend": backend}
+    # Books are checked at the end of each run: after every step it would take seconds a run here.
+    values = {"device": "cuda", "backend": backend, "validate": False}
     alone = {which: run_alone(model, which, **values) for which in range(len(ABUSED))}
 
-    @settings(max_examples=examples(24, 100), phases=(Phase.explicit, Phase.generate))
+    @settings(max_examples=examples(8, 60), phases=(Phase.explicit, Phase.generate))
     @given(setting=SETTINGS)
     def run(setting: Setting) -> None:
         check(model, alone, setting, **values)
