@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +16,8 @@ from kvpolicy.controllers import ControllerLike
 from kvpolicy.engine.clock import Clock
 from kvpolicy.engine.handle import RequestHandle
 from kvpolicy.engine.loop import ControlLoop, LoadView
-from kvpolicy.engine.metrics import Metrics, Sample
+from kvpolicy.engine.metrics import Metrics, Progress, Sample
+from kvpolicy.engine.prompt import Prompt, token_ids
 from kvpolicy.engine.reload import RunTimeChanges, changes, read
 from kvpolicy.engine.request import Request, RequestOutput, State
 from kvpolicy.engine.residents import Residents
@@ -31,22 +31,8 @@ from kvpolicy.models.loader import DecodeModel, load_model
 from kvpolicy.telemetry.record import run_record
 from kvpolicy.telemetry.slo import Slo
 
-Prompt = bytes | str | Sequence[int]
 MIB = 1 << 20
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far the engine is with everything submitted so far. Counts of tokens and of requests."""
-
-    prompt_tokens_done: int
-    prompt_tokens_total: int
-    generated_tokens: int
-    max_new_tokens_total: int
-    running: int
-    waiting: int
-    finished: int
 
 
 class Engine:
@@ -118,7 +104,7 @@ class Engine:
             raise UserError(f"params = {params!r}: must be SamplingParams")
         request = Request(
             id=self._next_id,
-            prompt=self._tokens(prompt),
+            prompt=token_ids(prompt, self.model, self.config.bos),
             params=params,
             eos=self.model.eos,
             stops=params.stop_bytes(),
@@ -139,28 +125,6 @@ class Engine:
         self.scheduler.add(request)
         self.control.wake()
         return RequestHandle(request, self.step, self._cancel)
-
-    def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        try:
-            ids = tuple(prompt.encode() if isinstance(prompt, str) else prompt)
-        except (TypeError, RuntimeError, UnicodeEncodeError):
-            raise UserError(f"prompt = {prompt!r}: must be bytes, text or token ids") from None
-        for token in ids:
-            if (
-                isinstance(token, bool)
-                or not isinstance(token, int)
-                or not 0 <= token < self.model.vocab
-            ):
-                raise UserError(
-                    f"prompt token {token!r}: must be an id from 0 to {self.model.vocab - 1}"
-                )
-        if self.config.bos:
-            if self.model.bos is None:
-                raise UserError("bos = True: the model has no beginning-of-sequence token")
-            ids = (self.model.bos, *ids)
-        if not ids:
-            raise UserError("prompt is empty: needs at least one token (or bos)")
-        return ids
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[int]:
         """Submit a request and yield its tokens as they come; closing the iterator cancels it."""

@@ -20,6 +20,19 @@ def _latencies() -> deque[float]:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the engine is with everything submitted so far. Counts of tokens and of requests."""
+
+    prompt_tokens_done: int
+    prompt_tokens_total: int
+    generated_tokens: int
+    max_new_tokens_total: int
+    running: int
+    waiting: int
+    finished: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """The engine at one moment, for timelines. Rows, bytes, tokens and counts are totals since the
     start; differences of two samples are what happened between them. time: seconds of the engine's
