@@ -82,6 +82,7 @@ class Residents:
     def grow(self, step: int) -> None:
         """Room for the next row of every running request, the oldest first. Where frames lack,
         optional rows beyond what the controller promised give way, then the youngest request."""
+        nothing = (0,) * len(self.control.promised)
         for request in list(self.scheduler.running):
             while request.state is not State.WAITING:
                 missing = self.memory.grow(request.id, request.computed + 1)
@@ -93,7 +94,7 @@ class Residents:
                     continue
                 if len(self.scheduler.running) > 1:
                     self.preempt(self.scheduler.running[-1], step)
-                elif not self.memory.take_back(missing, (0,) * len(self.control.promised)):
+                elif not (self.memory.take_back(missing, nothing) or self.memory.leave_full()):
                     raise IntegrityError(f"request {request.id} lacks {missing} frames, alone")
 
     def preempt(self, request: Request, step: int) -> None:

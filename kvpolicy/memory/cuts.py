@@ -35,12 +35,8 @@ class Cut:
     rows: int
 
 
-def cuts_for(holdings: Sequence[Holding], frames: int) -> tuple[list[Cut], int]:
-    """The smallest even cut that frees at least ``frames`` frames, and how many it frees.
-
-    Where even everything above ``least`` is too little: all full caches that take no more frames with
-    ``least`` rows. They may free too little, but need no frames any more when the context grows.
-    """
+def cuts_for(holdings: Sequence[Holding], frames: int) -> list[Cut]:
+    """The smallest even cut that frees at least ``frames`` frames; none if there is not so much."""
     for part in range(PARTS - 1, -1, -1):
         cuts = []
         freed = 0
@@ -55,9 +51,17 @@ def cuts_for(holdings: Sequence[Holding], frames: int) -> tuple[list[Cut], int]:
                 freed += gain
                 cuts.append(Cut(holding, rows))
         if freed >= frames:
-            return cuts, freed
-    leaving = [
-        h for h in holdings if h.hot.full and h.least < h.hot.room and h.gain(int(h.least)) >= 0
+            return cuts
+    return []
+
+
+def cuts_of_full(holdings: Sequence[Holding]) -> list[Cut]:
+    """All full caches that take no more frames with ``least`` rows, cut to these. It may free nothing,
+    but they need no frames any more when the context grows."""
+    return [
+        Cut(holding, int(holding.least))
+        for holding in holdings
+        if holding.hot.full
+        and holding.least < holding.hot.room
+        and holding.gain(int(holding.least)) >= 0
     ]
-    cuts = [Cut(holding, int(holding.least)) for holding in leaving]
-    return cuts, sum(cut.holding.gain(cut.rows) for cut in cuts)

@@ -16,7 +16,7 @@ from kvpolicy.memory.accounting import Reserve
 from kvpolicy.memory.arena import Arena
 from kvpolicy.memory.commit import Accepted, Committer
 from kvpolicy.memory.counters import MemoryCounters
-from kvpolicy.memory.cuts import Holding, cuts_for
+from kvpolicy.memory.cuts import Cut, Holding, cuts_for, cuts_of_full
 from kvpolicy.memory.host_pool import HostPool
 from kvpolicy.memory.hot_cache import Load, keep_order
 from kvpolicy.memory.layout import Layout, StoreLayout
@@ -225,18 +225,26 @@ class Hierarchy:
 
     def take_back(self, frames: int, keep: Sequence[float]) -> bool:
         """Free at least ``frames`` frames of optional rows, from all requests in proportion, leaving
-        each at least ``keep`` rows per store; or, where there are not so many, lower the need
-        (:func:`~kvpolicy.memory.cuts.cuts_for`). False, and no change, if neither can be done."""
-        holdings = [
+        each at least ``keep`` rows per store. False, and no change, if there are not so many."""
+        return self._cut(cuts_for(self._holdings(keep), frames))
+
+    def leave_full(self) -> bool:
+        """Full caches go to the floor where that takes no more frames, so that growth needs fewer.
+        False, and no change, if there is none."""
+        return self._cut(cuts_of_full(self._holdings((0,) * len(self.layout.stores))))
+
+    def _holdings(self, keep: Sequence[float]) -> list[Holding]:
+        return [
             Holding(request, store, request.hot[store.index], max(rows, self.floor_rows))
             for request in self.requests.values()
             for store, rows in zip(self.layout.stores, keep, strict=True)
         ]
-        cuts, freed = cuts_for(holdings, frames)
+
+    def _cut(self, cuts: Sequence[Cut]) -> bool:
+        self.counters.release_steps += bool(cuts)
+        self.counters.forced_frames += sum(cut.holding.gain(cut.rows) for cut in cuts)
         for cut in cuts:
             self._resize_store(cut.holding.request, cut.holding.store, cut.rows)
-        self.counters.release_steps += bool(cuts)
-        self.counters.forced_frames += freed
         return bool(cuts)
 
     # --- one step --------------------------------------------------------------------------------
