@@ -262,3 +262,16 @@ def test_text_that_stdout_cannot_encode_is_replaced() -> None:
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
     )
     assert (result.returncode, result.stdout, result.stderr) == (0, b"a?b\n", b"")
+
+
+def test_decisions_of_the_fallback_are_not_passed_off(tmp_path: Path) -> None:
+    """A controller that fails: the table says how many decisions were another's."""
+    path = tmp_path / "broken.py"
+    path.write_text("def broken(observation):\n    raise RuntimeError('no idea')\n")
+    arguments = ("x = 1\n", "--controller", f"{path}:broken", "--max-new-tokens", "4")
+    failed, plain = invoke(*arguments), invoke("x = 1\n", "--max-new-tokens", "4")
+    assert failed.exit_code == plain.exit_code == 0
+    assert "decisions were made by adaptive in its place" in failed.stdout
+    assert "in its place" not in plain.stdout
+    compared = CliRunner().invoke(app, ["compare", *arguments])
+    assert f"{path}:broken: " in compared.stdout and "in its place" in compared.stdout

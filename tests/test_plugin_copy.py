@@ -69,7 +69,7 @@ def trace(model: DecodeModel, controller: str, mib: float) -> dict[str, Any]:
                 {r: [h.capacity for h in m.hot] for r, m in engine.memory.requests.items()}
             )
         decisions = [
-            (entry.step, replace(entry.observation, step_seconds=0.0), entry.plan, entry.projected)
+            (entry.step, entry.observation, entry.plan, entry.projected)
             for entry in engine.control.log
         ]
         outputs = [handle.result() for handle in handles]

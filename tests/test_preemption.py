@@ -332,3 +332,60 @@ def test_the_check_sees_a_lost_seat(micro: DecodeModel) -> None:
             engine.check_integrity()
         engine.memory._seats.append(3)
         assert torch.is_tensor(engine.memory.arena.buffer)
+
+
+@pytest.mark.parametrize("end", ["close", "drop"])
+def test_a_stream_that_never_began_ends_too(micro: DecodeModel, end: str) -> None:
+    """Closed or forgotten before its first token: the request leaves the engine."""
+    with make(micro, controller="hisparse") as engine:
+        stream = engine.stream(PROMPTS[0], PARAMS[0])
+        assert len(engine.requests) == 1
+        if end == "close":
+            stream.close()
+            stream.close()
+            assert list(stream) == []
+        del stream
+        assert not engine.requests and not engine.scheduler.waiting
+
+
+def test_a_used_seat_evicts_like_a_new_one(micro: DecodeModel) -> None:
+    """Random eviction counts its draws per request: who sat there before changes nothing (the step
+    goes into a draw as well, so both begin at the same one)."""
+    prompt, params = bytes(range(60, 160)), SamplingParams(max_new_tokens=60)
+    spec = "static:device_buffer_rows=17"
+    fetched = []
+    begin = 0
+    for guests in (1, 0):
+        with make(micro, controller=spec, eviction="random", max_concurrency=1) as engine:
+            engine.generate([prompt] * guests, params)
+            begin = max(begin, engine.steps)
+            engine.skip(begin - engine.steps)
+            before = engine.metrics()["fetched_rows"]
+            engine.generate([prompt], params)
+            fetched.append(engine.metrics()["fetched_rows"] - before)
+    assert fetched[0] == fetched[1] > 0
+
+
+def test_nobody_is_followed_after_a_swap(micro: DecodeModel) -> None:
+    """Selections are kept while a controller wants curves, single rows of them, and not longer."""
+    with make(micro, controller="adaptive") as engine:
+        for prompt, params in zip(PROMPTS, PARAMS, strict=True):
+            engine.submit(prompt, params)
+        while not (followed := [r for r in engine.memory.requests.values() if r.trace]):
+            engine.step()
+        assert followed[0].trace is not None
+        for *_, chosen in followed[0].trace:
+            assert chosen.untyped_storage().nbytes() == chosen.numel() * chosen.element_size()
+        engine.set_controller("hisparse")
+        for _ in range(9):
+            engine.step()
+        assert all(request.trace is None for request in engine.memory.requests.values())
+
+
+def test_steps_have_no_seconds_where_they_are_the_clock(micro: DecodeModel) -> None:
+    """What a controller sees repeats exactly; on the wall clock a step takes time."""
+    for clock, timed in (("steps", False), ("wall", True)):
+        with make(micro, controller="hisparse", clock=clock) as engine:
+            engine.generate(PROMPTS[:2], SamplingParams(max_new_tokens=20))
+            seen = [entry.observation.step_seconds for entry in engine.control.log]
+        assert any(seen) is timed

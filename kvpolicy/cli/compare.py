@@ -17,6 +17,7 @@ from kvpolicy.cli.output import (
     count,
     decimal,
     emit_json,
+    fallback_notes,
     mib,
     percent,
     table,
@@ -84,7 +85,7 @@ class Comparison:
         return bool(self.runs[0].record["config"]["clock"] == "steps")
 
     def table(self) -> str:
-        """One row per controller, the outputs' verdict last."""
+        """One row per controller, the outputs' verdict last; below, whose decisions were replaced."""
         rows = [
             [
                 name,
@@ -93,7 +94,9 @@ class Comparison:
             ]
             for name, run in zip(self.controllers, self.runs, strict=True)
         ]
-        return table(["controller", *(heading for heading, _ in COLUMNS), "outputs"], rows)
+        notes = fallback_notes({label: run.metrics for label, run in self.labelled.items()})
+        headings = ["controller", *(heading for heading, _ in COLUMNS), "outputs"]
+        return table(headings, rows) + notes
 
     def phases(self, slo: Slo | None) -> str:
         """One block per phase of the workload, one row per controller; what the columns mean."""

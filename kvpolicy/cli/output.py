@@ -155,6 +155,18 @@ def summary(metrics: Mapping[str, Any]) -> str:
     return aligned([[heading, show(metrics)] for heading, show in SUMMARY])
 
 
+def fallback_notes(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    """One line for each run whose controller failed at times, or nothing: its figures are then partly
+    those of the fallback. runs: metrics by controller."""
+    lines = [
+        f"{name}: {failed:,} of {metrics['controller_decisions']:,} decisions were made by adaptive in "
+        "its place (it failed or was late)\n"
+        for name, metrics in runs.items()
+        if (failed := metrics["controller_fallbacks"])
+    ]
+    return "".join(lines)
+
+
 def warn(message: str) -> None:
     """One line on stderr."""
     typer.echo(f"kvpolicy: {message}", err=True)

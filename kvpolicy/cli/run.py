@@ -11,7 +11,15 @@ import typer
 from kvpolicy.cli import interrupts
 from kvpolicy.cli.logs import check_logdir, write_logs
 from kvpolicy.cli.options import Options, takes
-from kvpolicy.cli.output import check_output, emit_json, printable, summary, warn, write_text
+from kvpolicy.cli.output import (
+    check_output,
+    emit_json,
+    fallback_notes,
+    printable,
+    summary,
+    warn,
+    write_text,
+)
 from kvpolicy.cli.phases import goodput_line, legend, phase_table
 from kvpolicy.cli.progress import step_progress
 from kvpolicy.cli.prompts import read_prompts
@@ -162,7 +170,7 @@ def finish(failed: Sequence[int]) -> None:
 
 def _report(result: Decoded, task: Task, controller: str, fingerprint: bool) -> str:
     counts_steps = result.record["config"]["clock"] == "steps"
-    end = summary(result.metrics)
+    end = summary(result.metrics) + fallback_notes({controller: result.metrics})
     if task.slo is not None:
         end += goodput_line(result.metrics, task.slo, counts_steps)
     if task.named:

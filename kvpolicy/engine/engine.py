@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from kvpolicy.config import EngineConfig, SamplingParams
 from kvpolicy.controllers import ControllerLike
 from kvpolicy.engine.clock import Clock
-from kvpolicy.engine.handle import RequestHandle
+from kvpolicy.engine.handle import RequestHandle, TokenStream
 from kvpolicy.engine.loop import ControlLoop, LoadView
 from kvpolicy.engine.metrics import Metrics, Progress, Sample
 from kvpolicy.engine.prompt import Prompt, token_ids
@@ -126,17 +126,9 @@ class Engine:
         self.control.wake()
         return RequestHandle(request, self.step, self._cancel)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[int]:
-        """Submit a request and yield its tokens as they come; closing the iterator cancels it."""
-        handle = self.submit(prompt, params)
-
-        def tokens() -> Iterator[int]:
-            try:
-                yield from handle
-            finally:
-                handle.cancel()
-
-        return tokens()
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TokenStream:
+        """Submit a request; its tokens as they come. Closing or dropping the stream cancels it."""
+        return TokenStream(self.submit(prompt, params))
 
     def cancel(self, request_id: int) -> bool:
         """End a request now, as its handle's ``cancel`` does. False if there is no such request."""
@@ -242,7 +234,7 @@ class Engine:
             finished=self.totals.finished,
             preemptions=self.totals.preemptions,
             tokens=self.totals.generated_tokens,
-            seconds=self.totals.busy_seconds,
+            seconds=0.0 if self.clock.counts_steps else self.totals.busy_seconds,
         )
 
     def _emit(self, batch: Batch, logits: torch.Tensor) -> None:
@@ -283,6 +275,7 @@ class Engine:
         place."""
         self.control.set_controller(spec)
         self.memory.set_rule(self.control.rule)
+        self.memory.stop_following()
         self.config = self.config.model_copy(update={"controller": spec})
 
     def reload(self, config: EngineConfig | str | Path) -> RunTimeChanges:
@@ -293,6 +286,8 @@ class Engine:
         if found.names:
             self.control.apply(found)
             self.memory.set_rule(self.control.rule)
+            if "controller" in found.names:
+                self.memory.stop_following()
             self.config = config
         return found
 

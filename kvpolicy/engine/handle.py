@@ -47,3 +47,26 @@ class RequestHandle:
         for _ in self:
             pass
         return self._request.output()
+
+
+class TokenStream:
+    """The tokens of one request, which ends with the stream: exhausted, closed or dropped, also
+    before its first token (a generator that never started would run no ``finally``)."""
+
+    def __init__(self, handle: RequestHandle) -> None:
+        self._handle = handle
+        self._tokens = iter(handle)
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        return next(self._tokens)
+
+    def close(self) -> None:
+        """Cancel the request, if it is not done; a second call does nothing."""
+        self._handle.cancel()
+        self._tokens = iter(())
+
+    def __del__(self) -> None:
+        self.close()

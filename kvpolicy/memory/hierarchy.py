@@ -364,6 +364,11 @@ class Hierarchy:
         """Change how hot caches behave, from the next step on, for running requests too."""
         self.rule = rule
 
+    def stop_following(self) -> None:
+        """Drop the selections kept for whoever followed a request: a swap may leave nobody who does."""
+        for request in self.requests.values():
+            request.trace = None
+
     # --- reports ---------------------------------------------------------------------------------
 
     def usage(self) -> MemoryUsage:

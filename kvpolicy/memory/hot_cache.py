@@ -59,6 +59,7 @@ class HotCache:
         self._meta = Table(arena, self.layout.meta, ("hot", *owner), cache.meta_frames[seat])
         self._frames = arena.frames
         self._set_form(0, full=False)
+        cache.draws[seat] = 0  # whoever sat here before: a request's evictions are its own
         self._clear_map(0)
 
     # --- reading -------------------------------------------------------------------------------

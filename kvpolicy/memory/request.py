@@ -142,9 +142,10 @@ class RequestMemory:
 
     def note_selected(self, store: int, step: int, chosen: Tensor) -> None:
         """Remember what a step selected of a store; all its selectors together. chosen: int64,
-        any shape, with negative numbers as padding. No work is done here."""
+        any shape, with negative numbers as padding. Nothing waits for the device here."""
         if self.trace is not None and step >= 0:
-            self.trace.append((store, step, self.committed, chosen))
+            # A copy: the row alone, not the tensor of all rows that it is a view of.
+            self.trace.append((store, step, self.committed, chosen.clone()))
         if self._recent_step[store] != step:
             self._recent_step[store] = step
             self._recent[store] = []

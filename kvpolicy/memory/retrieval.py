@@ -168,7 +168,8 @@ class Retriever:
     def _wanted(
         self, own: Tensor, old: Tensor, pieces: Sequence[Piece], start: int, first: bool
     ) -> _Wanted:
-        """The union of each piece's rows. Pieces of one row need none: it is their selection."""
+        """The union of each piece's rows. Pieces of one row need none, and do not wait for the
+        device: it is their selection."""
         seats, admit, count_rows, piece = self._pages_of(pieces)
         if not first:
             admit = torch.zeros_like(admit)
@@ -177,7 +178,10 @@ class Retriever:
         unions = []
         for each in pieces:
             rows = slice(each.start - start, each.stop - start)
-            unions.append(torch.unique(own[rows][old[rows]]))
+            if each.stop - each.start == 1:
+                unions.append(own[rows].masked_fill(~old[rows], PAD).flatten())
+            else:
+                unions.append(torch.unique(own[rows][old[rows]]))
         width = max(union.numel() for union in unions)
         entries = own.new_full((len(pieces), max(width, 1)), PAD)
         for i, union in enumerate(unions):
@@ -228,6 +232,9 @@ class Retriever:
         parts = []
         for i, piece in enumerate(pieces):
             rows = slice(piece.start - start, piece.stop - start)
+            if piece.stop - piece.start == 1:
+                parts.append(where[i, None, : own.shape[1]])
+                continue
             at = torch.searchsorted(wanted.entries[i], own[rows].masked_fill(~old[rows], 0))
             parts.append(where[i][at.clamp_max(where.shape[1] - 1)])
         return torch.cat(parts)
