@@ -77,7 +77,7 @@ def controller_command(
     quoted, file = shlex.quote(spec), shlex.quote(_shown(target))
     write_text(
         f"wrote {_shown(target)}: the class {kind}. Try it:\n\n"
-        f"    kvpolicy run --controller {quoted} 'def main():'\n"
+        f"    kvpolicy run --controller {quoted} --prompt-file {file}\n"
         f"    kvpolicy compare --controller hisparse --controller {quoted} "
         f"--device-kv-mib 6 --prompt-file {file}\n"
     )
