@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 # Named in every launch: triton 3.9 warns where it is left open, 3.10 leaves it off, and with it the
@@ -11,6 +15,10 @@ FUSION = {"enable_fp_fusion": True}
 
 # The compiler makes another program for a pointer that is no multiple of this.
 ALIGNMENT = 16
+
+
+# Whether kernels run on the CPU in this process: there a product of bf16 takes their bits for numbers.
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -27,3 +35,20 @@ def power_of_two(size: int, least: int = 1) -> int:
 def blocks(size: int, block: int) -> int:
     """Blocks that cover ``size``."""
     return -(-size // block)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device: for grids that stay the same whatever the work. Two, interpreted."""
+    if device.type != "cuda":
+        return 2
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@triton.jit
+def dot(a, b, total):
+    """``total + a @ b`` in float32 on tensor cores; a and b: bf16, float16 or e4m3."""
+    if INTERPRETED:
+        if a.dtype == tl.bfloat16:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total)
