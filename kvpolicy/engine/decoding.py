@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.sampler import DeviceSampler
-from kvpolicy.memory.decode import NOBODY, UNKNOWN, DecodeInputs, Row
+from kvpolicy.memory.decode import NOBODY, DecodeInputs, Row
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.rule import CacheRule
 from kvpolicy.memory.segments import Segment
@@ -89,7 +89,8 @@ class Decoder:
         """Compute, commit, and account for one row of each request. Returns its logits [n, vocab],
         which the next run may overwrite."""
         held = [self.memory.decoding(request.id) for request in requests]
-        rows = [(h.seat, r.computed, self._token(r)) for h, r in zip(held, requests, strict=True)]
+        pairs = zip(held, requests, strict=True)
+        rows = [(h.seat, r.computed, r.token_at(r.computed)) for h, r in pairs]
         most = max(position for _, position, _ in rows) + 1
         sampled = any(request.params.temperature > 0.0 for request in requests)
         if self.capture:
@@ -105,11 +106,6 @@ class Decoder:
             logits = self._compute(inputs, most, sampled, segments)
         self.memory.advance(held, step)
         return logits[: len(rows)]
-
-    def _token(self, request: Request) -> int:
-        """The token of a request's next row, where the host knows it."""
-        known = request.computed < len(request.prompt) + len(request.tokens)
-        return request.token_at(request.computed) if known else UNKNOWN
 
     def _key(self, rows: int, most: int, sampled: bool) -> _Key:
         limit = self.model.geometry.max_context

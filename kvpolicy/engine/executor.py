@@ -125,6 +125,8 @@ class Executor:
         memory = self.memory.begin_step(rows.segments, step)
         numbers = torch.tensor([*rows.tokens, *rows.wanted], dtype=torch.int64).to(self._device)
         tokens, wanted = numbers[: len(rows.tokens)], numbers[len(rows.tokens) :]
+        if self.sampler is not None:
+            tokens = self.sampler.tokens_of(memory.numbers.seat, tokens)
         logits = self.model.forward(tokens, memory, wanted)
         self.memory.commit(memory, [segment.count for segment in rows.segments])
         if not rows.emits:

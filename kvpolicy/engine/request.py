@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kvpolicy.config import SamplingParams
 from kvpolicy.engine.clock import Clock
 from kvpolicy.errors import IntegrityError
+from kvpolicy.memory.decode import UNKNOWN
 from kvpolicy.telemetry.latency import Latencies
 
 log = logging.getLogger(__name__)
@@ -141,9 +142,11 @@ class Request:
         return len(self.prompt) + self.params.max_new_tokens
 
     def token_at(self, position: int) -> int:
-        """Token id at a position of prompt + generation."""
+        """Token id at a position of prompt + generation, UNKNOWN where only the device knows it yet."""
         past = position - len(self.prompt)
-        return self.prompt[position] if past < 0 else self.tokens[past]
+        if past < 0:
+            return self.prompt[position]
+        return self.tokens[past] if past < len(self.tokens) else UNKNOWN
 
     @property
     def next_position(self) -> int:
