@@ -19,21 +19,22 @@ _LEAST = tl.constexpr(LEAST)
 
 
 @triton.jit
-def round_e4m3(x: tl.tensor) -> tl.tensor:
-    """float32 of magnitude up to 448 rounded to values of e4m3, to the nearest, ties to even.
+def code_e4m3(x: tl.tensor) -> tl.tensor:
+    """float32 of magnitude up to 448 as codes of e4m3 (uint8), to the nearest, ties to even.
 
-    In float32 arithmetic: the interpreter's own conversion loses carries (triton 3.9). Below 2^-6
-    values are 2^-9 apart, as float32 are near 1.5 * 2^14.
+    In integers: the interpreter's own conversion loses carries (triton 3.9). Below 2^-6 codes are
+    2^-9 apart, as float32 are near 1.5 * 2^14, and count those steps.
     """
-    bits = x.to(tl.int32, bitcast=True)
-    normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-    small = (x + 24576.0) - 24576.0
-    return tl.where(tl.abs(x) < 0.015625, small, normal.to(tl.float32, bitcast=True))
+    bits = tl.abs(x).to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
+    steps = (tl.abs(x) + 24576.0).to(tl.int32, bitcast=True) & 0xF
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return (tl.where(tl.abs(x) < 0.015625, steps, normal) | sign).to(tl.uint8)
 
 
 @triton.jit
 def round_bf16(x: tl.tensor) -> tl.tensor:
-    """float32 to bf16, to the nearest, ties to even; for finite values (see ``round_e4m3``)."""
+    """float32 to bf16, to the nearest, ties to even; for finite values (see ``code_e4m3``)."""
     bits = x.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
     return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
@@ -41,7 +42,7 @@ def round_bf16(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def encode(values: tl.tensor, POWER_OF_TWO: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Codes (e4m3) and the scale of one vector of float32, by IEEE division."""
+    """Codes and the scale of one vector of float32, by IEEE division."""
     largest = tl.maximum(tl.max(tl.abs(values), axis=0), _LEAST)
     scale = tl.div_rn(largest, largest * 0.0 + _LARGEST)
     if POWER_OF_TWO:
@@ -49,7 +50,7 @@ def encode(values: tl.tensor, POWER_OF_TWO: tl.constexpr) -> tuple[tl.tensor, tl
         scale = ((bits + 0x7FFFFF) & -0x800000).to(tl.float32, bitcast=True)
     codes = tl.div_rn(values, values * 0.0 + scale)
     codes = tl.minimum(tl.maximum(codes, -_LARGEST), _LARGEST)
-    return round_e4m3(codes).to(tl.float8e4nv), scale
+    return code_e4m3(codes), scale
 
 
 @triton.jit
@@ -111,7 +112,7 @@ def quantize_rows(rows: Tensor, latent: int, power_of_two_scales: bool = False) 
     if n:
         _write_rows[(n, latent // GROUP + (width > latent))](
             aligned(rows.contiguous()),
-            out.view(torch.float8_e4m3fn),
+            out,
             out.view(torch.float32),
             out.view(torch.bfloat16),
             latent=latent,
@@ -131,8 +132,8 @@ def quantize_keys(keys: Tensor, power_of_two_scales: bool = False) -> Tensor:
     n, width = keys.shape
     record = key_bytes(width)
     out = torch.empty(n, record, dtype=torch.uint8, device=keys.device)
-    codes, scales = out.view(torch.float8_e4m3fn), out.view(torch.float32)[:, width // 4 :]
-    _vectors(keys, codes, scales, power_of_two_scales)
+    scales = out.view(torch.float32)[:, width // 4 :]
+    _vectors(keys, out, scales, power_of_two_scales)
     return out
 
 
@@ -141,7 +142,7 @@ def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
     flat = values.reshape(-1, values.shape[-1])
     codes = torch.empty(flat.shape, dtype=torch.float8_e4m3fn, device=values.device)
     scales = torch.empty(len(flat), 1, dtype=torch.float32, device=values.device)
-    _vectors(flat, codes, scales, False)
+    _vectors(flat, codes.view(torch.uint8), scales, False)
     return codes.view(values.shape), scales.view(values.shape[:-1])
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..fp8 import key_bytes
 from ..indexer import KeyPages
 from .fp8 import quantize
-from .launch import FUSION, aligned, dot, power_of_two, processors
+from .launch import FUSION, aligned, power_of_two, processors
 
 ENTRIES, WARPS, STAGES, PROGRAMS = 128, 4, 4, 3  # PROGRAMS: for each multiprocessor
 _PLAN = tl.constexpr(128)  # rows that the plan counts at a time
@@ -121,7 +121,7 @@ def _score_tiles(
                     mask=there[:, None] & (column[None, :] < width),
                     other=0.0,
                 )
-                dots = dot(key, tl.trans(queries), tl.zeros([ENTRIES, HEADS], tl.float32))
+                dots = tl.dot(key, tl.trans(queries))
                 total = tl.sum(tl.maximum(dots, 0.0) * weight[None, :], axis=1)
                 if EIGHT_BIT:
                     scale_at = frame * (FRAME // 4) + entry % PER * (KEY // 4) + width // 4

@@ -6,7 +6,6 @@ from functools import cache
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 # Named in every launch: triton 3.9 warns where it is left open, 3.10 leaves it off, and with it the
@@ -15,10 +14,6 @@ FUSION = {"enable_fp_fusion": True}
 
 # The compiler makes another program for a pointer that is no multiple of this.
 ALIGNMENT = 16
-
-
-# Whether kernels run on the CPU in this process: there a product of bf16 takes their bits for numbers.
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -43,12 +38,3 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@triton.jit
-def dot(a, b, total):
-    """``total + a @ b`` in float32 on tensor cores; a and b: bf16, float16 or e4m3."""
-    if INTERPRETED:
-        if a.dtype == tl.bfloat16:
-            a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, total)

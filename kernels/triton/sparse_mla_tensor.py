@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..fp8 import GROUP, row_bytes
 from .fp8 import round_bf16
-from .launch import FUSION, aligned, blocks, dot, power_of_two
+from .launch import FUSION, aligned, blocks, power_of_two
 
 # Below any score, and far enough from the limits of float32 that differences stay finite.
 LOWEST = tl.constexpr(-1e30)
@@ -151,17 +151,17 @@ def _attend_bf16(
             mask=there[:, None] & (value[None, :] < value_width),
             other=0.0,
         )
-        scores = dot(q, tl.trans(values), tl.zeros([HEADS, ROWS], tl.float32))
+        scores = tl.dot(q, tl.trans(values))
         if ROTARY > 1:
             turned = tl.load(
                 at[:, None] + rotary[None, :],
                 mask=there[:, None] & (rotary[None, :] < width),
                 other=0.0,
             )
-            scores = dot(q_rotary, tl.trans(turned), scores)
+            scores = tl.dot(q_rotary, tl.trans(turned), scores)
         weight, kept, best = _weigh(scores * scale, there, best, mass)
         mass = mass * kept + tl.sum(weight, axis=1)
-        total = dot(round_bf16(weight), values, total * kept[:, None])
+        total = tl.dot(round_bf16(weight), values, total * kept[:, None])
     _finish(out, stats, total, best, mass, row, part, head, heads, value_width, PARTS, VALUES)
 
 
@@ -237,8 +237,7 @@ def _attend_fp8(
         sigma = tl.max(of_group, axis=1)
         ratio = (of_group / sigma[:, None]).to(tl.float16)
         values = (code.to(tl.float16) * ratio[:, :, None]).reshape(ROWS, value_width)
-        nothing = tl.zeros([HEADS, ROWS], tl.float32)
-        scores = dot(q, tl.trans(values), nothing) * unscale[:, None] * sigma[None, :]
+        scores = tl.dot(q, tl.trans(values)) * unscale[:, None] * sigma[None, :]
         if ROTARY > 1:
             turned_at = turned + frame * (FRAME // 2) + place_in * (ROW // 2)
             k_rotary = tl.load(
@@ -246,10 +245,10 @@ def _attend_fp8(
                 mask=there[:, None] & own_rotary[None, :],
                 other=0.0,
             )
-            scores += dot(q_rotary, tl.trans(k_rotary), nothing) * scale
+            scores += tl.dot(q_rotary, tl.trans(k_rotary)) * scale
         weight, kept, best = _weigh(scores + tl.log2(sigma)[None, :], there, best, mass)
         mass = mass * kept + tl.sum(weight * (1.0 / sigma)[None, :], axis=1)
-        total = dot(weight.to(tl.float16), values, total * kept[:, None])
+        total = tl.dot(weight.to(tl.float16), values, total * kept[:, None])
     _finish(out, stats, total, best, mass, row, part, head, heads, value_width, PARTS, value_width)
 
 
