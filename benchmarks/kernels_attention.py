@@ -147,7 +147,9 @@ def main() -> None:
     for case in cases():
         micros = graph_time(case.calls)
         floor = case.bytes / rate
-        print(f"{case.name:50}  {micros:8.1f} us  {floor / micros:6.1%} of the copy rate", flush=True)
+        print(
+            f"{case.name:50}  {micros:8.1f} us  {floor / micros:6.1%} of the copy rate", flush=True
+        )
 
 
 if __name__ == "__main__":

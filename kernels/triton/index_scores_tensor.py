@@ -108,7 +108,9 @@ def _score_tiles(
                 queries = tl.load(q_at)
             else:
                 queries = tl.load(q_at, mask=own[:, None] & (column[None, :] < width), other=0.0)
-            weight = tl.load(weights + at * heads + head, mask=own, other=0.0).to(tl.float32) * scale
+            weight = (
+                tl.load(weights + at * heads + head, mask=own, other=0.0).to(tl.float32) * scale
+            )
             if EIGHT_BIT:
                 weight *= tl.load(q_scales + at * heads + head, mask=own, other=0.0)
             for current in tl.range(tile - base, stop - base, num_stages=STAGES):

@@ -342,7 +342,11 @@ def sparse_mla(
     if eight_bit:
         if view.shape[2] != row_bytes(value_width, width - value_width):
             raise ValueError(f"records of {view.shape[2]} bytes: no rows of {width} values")
-        records = (view.view(torch.float8_e4m3fn), view.view(torch.float32), view.view(torch.bfloat16))
+        records = (
+            view.view(torch.float8_e4m3fn),
+            view.view(torch.float32),
+            view.view(torch.bfloat16),
+        )
         arguments |= {"GROUP": GROUP}
         _attend_fp8[grid](query, *records, *chosen, partial, stats, factor, **arguments)
     else:
