@@ -115,7 +115,7 @@ class EngineConfig(Settings):
     dtype: Literal["float32"] = "float32"
     kv_dtype: Literal["float32", "bf16"] = "float32"
     bos: bool = False
-    cuda_graphs: bool = False
+    cuda_graphs: bool = True
     validate_: bool = Field(default=False, alias="validate")
 
     @field_validator("controller", mode="plain")
