@@ -14,6 +14,7 @@ from kvpolicy.engine.decoding import Decoder
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.sampler import DeviceSampler
 from kvpolicy.engine.scheduler import Batch, Rows
+from kvpolicy.kernels.paging import upload
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.models.loader import DecodeModel
 from kvpolicy.sampling import choose_token
@@ -123,7 +124,7 @@ class Executor:
     def _host_step(self, rows: Rows, step: int, launched: Launched) -> None:
         """A step whose shape the host knows row by row."""
         memory = self.memory.begin_step(rows.segments, step)
-        numbers = torch.tensor([*rows.tokens, *rows.wanted], dtype=torch.int64).to(self._device)
+        numbers = upload([*rows.tokens, *rows.wanted], self._device)
         tokens, wanted = numbers[: len(rows.tokens)], numbers[len(rows.tokens) :]
         if self.sampler is not None:
             tokens = self.sampler.tokens_of(memory.numbers.seat, tokens)

@@ -57,8 +57,8 @@ class DecodeInputs:
 class DecodeStep:
     """One step's access to the hierarchy for the rows of ``inputs``.
 
-    stores: as kernels see them. most_tokens: no row stands at or beyond this position (known on the host; sizes scratch only).
-    segments: the same rows as the host knows them, where somebody asks.
+    stores: as kernels see them. most_tokens: no row stands at or beyond this position (known on the
+    host; sizes scratch only). segments: the same rows as the host knows them, where somebody asks.
     """
 
     def __init__(

@@ -119,7 +119,7 @@ class HotCache:
         fresh = arange(rows, self.device)[old:]
         self._set_meta(fresh, torch.full_like(fresh, ABSENT), torch.zeros_like(fresh))
         self._set_form(rows, full=False)
-        self._tables.cache.hand[self._seat] = old
+        self._tables.cache.hand[self._seat].fill_(old)
 
     def _shrink(self, rows: int) -> None:
         """Keep the most recently used rows; those beyond the new end move into freed slots."""
@@ -144,8 +144,8 @@ class HotCache:
         self._meta.resize(rows)
         self._set_form(rows, full=False)
         self._tables.cache.used[self._seat].clamp_(max=rows)
-        hand = self._tables.cache.hand
-        hand[self._seat] = hand[self._seat] % rows if rows else 0
+        if rows:
+            self._tables.cache.hand[self._seat].remainder_(rows)
 
     def _become_full(self, committed: int, load: Load) -> None:
         """Promotion: all rows come from the host into place. The map is left absent, unused."""
@@ -170,7 +170,7 @@ class HotCache:
         self._start_anew()
         self._grow(rows)
         if rows and entries.numel():
-            self._tables.cache.used[self._seat] = entries.numel()
+            self._tables.cache.used[self._seat].fill_(entries.numel())
             slots = arange(entries.numel(), self.device)
             stamps = torch.zeros_like(slots)
             if recent is not None:
@@ -184,7 +184,7 @@ class HotCache:
         every = arange(self.capacity, self.device)
         self._set_meta(every, torch.full_like(every, ABSENT), torch.zeros_like(every))
         slots = every[: entries.numel()]
-        self._tables.cache.used[self._seat] = entries.numel()
+        self._tables.cache.used[self._seat].fill_(entries.numel())
         self._place(entries, slots, torch.full_like(slots, stamp_of(step, hit=False)))
         load(entries, self.locate(slots))
 
@@ -200,12 +200,14 @@ class HotCache:
         self.capacity, self.full = capacity, full
         self._tables.set_form(self._seat, capacity, full)
         if not capacity or full:
-            self._tables.cache.hand[self._seat] = self._tables.cache.used[self._seat] = 0
+            for number in (self._tables.cache.hand, self._tables.cache.used):
+                number[self._seat].zero_()
 
     def _start_anew(self) -> None:
         """What evictions keep between calls is as at the start."""
         cache, start = self._tables.cache, SweepState()
-        cache.draws[self._seat], cache.age[self._seat] = start.draws, start.age
+        cache.draws[self._seat].fill_(start.draws)
+        cache.age[self._seat].fill_(start.age)
 
     def _column(self, index: int) -> Paged:
         return self._meta.column(index)

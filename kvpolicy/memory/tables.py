@@ -70,13 +70,14 @@ class StoreTables:
 
     def set_form(self, seat: int, capacity: int, full: bool) -> None:
         """Tell kernels how many slots a seat's cache has, and whether it is the identity."""
-        self.cache.capacity[seat] = capacity
-        self.cache.full[seat] = full
+        # Not by assignment: that copies a number from the host, and waits for the device.
+        self.cache.capacity[seat].fill_(capacity)
+        self.cache.full[seat].fill_(full)
 
     def set_home(self, seat: int, row_base: int, key_base: int) -> None:
         """Tell kernels where a seat's records and keys are on the host."""
-        self.row_base[seat] = row_base
-        self.key_base[seat] = key_base
+        self.row_base[seat].fill_(row_base)
+        self.key_base[seat].fill_(key_base)
 
     def as_kernels_see_it(
         self, host: HostPool, staging: Table, inflight: Table, counts: Tensor
