@@ -27,7 +27,8 @@ from .resolve import (
 @dataclass(frozen=True, slots=True)
 class Shape:
     """How retrieval is cut into programs. parts, block, warps: of resolve, per piece. programs, rows,
-    fetch_warps: of fetch: most programs, records that each moves at a time."""
+    fetch_warps: of fetch: most programs, records that each moves at a time (0: as many as
+    fit a tile). fused: one launch for both, with the warps of resolve."""
 
     parts: int
     block: int
@@ -35,6 +36,7 @@ class Shape:
     programs: int
     rows: int
     fetch_warps: int = 4
+    fused: bool = False
 
 
 @triton.jit
@@ -111,6 +113,15 @@ class Lists:
     target: Tensor
     misses: Tensor
 
+    @classmethod
+    def empty(cls, pieces: int, width: int, device: torch.device) -> Lists:
+        """Lists of that size, not filled."""
+        return cls(
+            torch.empty((pieces, width), dtype=torch.int64, device=device),
+            torch.empty((pieces, width), dtype=torch.int32, device=device),
+            torch.empty(pieces, dtype=torch.int32, device=device),
+        )
+
 
 def resolve_rows(
     store: StoreMemory,
@@ -129,11 +140,7 @@ def resolve_rows(
     segment = store.segment(pieces, width)
     device = chosen.device
     location = torch.empty(chosen.shape, dtype=torch.int32, device=device)
-    lists = Lists(
-        torch.empty((pieces, width), dtype=torch.int64, device=device),
-        torch.empty((pieces, width), dtype=torch.int32, device=device),
-        torch.empty(pieces, dtype=torch.int32, device=device),
-    )
+    lists = Lists.empty(pieces, width, device)
     scratch = torch.empty((pieces, 2, width), dtype=torch.int32, device=device)
     kernel: Any = _resolve
     kernel[(pieces * shape.parts,)](
@@ -208,6 +215,10 @@ def retrieve(
 ) -> Tensor:
     """See :func:`kvpolicy.kernels.retrieve.retrieve`: the same in every bit of everything."""
     cut = shape or shape_for(rows.seat.shape[0], chosen.shape[1])
+    if cut.fused and not resident:
+        from .fused_retrieval import retrieve_fused
+
+        return retrieve_fused(store, rows, chosen, rule, first, cut)
     location, lists = resolve_rows(store, rows, chosen, rule, first, resident, cut)
     if not resident:
         fetch_lists(store, lists, cut)
