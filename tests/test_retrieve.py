@@ -312,6 +312,21 @@ def test_kernels_equal_the_reference(
     assert int(store.cache.draws.sum()) > 0
 
 
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_unions_equal_the_reference(
+    name: str, device: torch.device, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rows a piece, which overlap: the same, with one or two tokens an entry."""
+    from kvpolicy.kernels.triton import union
+
+    monkeypatch.setattr(union, "BLOCK", 16)
+    for seed, tokens in enumerate((1, 2)):
+        load, arena, store = make_load(seed, q=3, k=20, tokens=tokens)
+        shape = kernels.Shape(1, 16, 4, 2, 2)
+        same_steps(kernels, device, load, (arena, store), RULES[name], shape, 6)
+    assert int(store.cache.draws.sum()) > 0
+
+
 class WindowLoad(Load):
     """Rows select from the newest part of their history, so that most of it is in the caches."""
 

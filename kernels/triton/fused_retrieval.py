@@ -19,9 +19,10 @@ from ..copy import check_host, words_of
 from ..eviction import EvictionRule
 from ..retrieve import DecodeRows, StoreMemory
 from .eviction import device_key
+from .lists import Lists
 from .resolve import check_tables, fill_absent, serve_piece, table_arguments, table_constants
 from .resolve import table_strides
-from .retrieve import Lists, Shape, copy_segments, fetch_constants
+from .retrieve import Shape, copy_segments, fetch_constants
 
 
 @triton.jit

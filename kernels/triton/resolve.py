@@ -247,15 +247,15 @@ def _arrive(arrivals, selected, missing, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _count(
-    counts, selected, missing, granted,
+def count_rows(
+    counts, selected, unique, missing, granted,
     FIRST: tl.constexpr, LAYERS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Selected, unique, fetched, staged, refetched rows and bytes, added by the piece's last program."""
     field = tl.arange(0, 8)
     if FIRST:
-        rows = tl.where(field < 2, selected, tl.where(field == 2, missing, missing - granted))
-        rows = tl.where(field == 4, 0, rows)
+        rows = tl.where(field == 0, selected, tl.where(field == 1, unique, missing))
+        rows = tl.where(field == 3, missing - granted, tl.where(field == 4, 0, rows))
     else:
         rows = tl.where(field == 4, missing, 0)
     value = tl.where(field == 5, missing.to(tl.int64) * (WORDS * 4), rows.to(tl.int64) * LAYERS)
@@ -323,7 +323,9 @@ def serve_piece(
             )  # fmt: skip
         if DECODE:
             tl.store(misses + piece, missing)
-            _count(counts + seat * COUNTERS, selected, missing, granted, FIRST, LAYERS, WORDS)
+            count_rows(
+                counts + seat * COUNTERS, selected, selected, missing, granted, FIRST, LAYERS, WORDS
+            )
     return last
 
 

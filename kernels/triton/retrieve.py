@@ -15,6 +15,7 @@ from ..eviction import EvictionRule
 from ..retrieve import DecodeRows, StoreMemory
 from .copy import arena_side, host_side, plan, word_at
 from .eviction import device_key
+from .lists import Lists
 from .resolve import (
     _resolve,
     check_tables,
@@ -22,6 +23,7 @@ from .resolve import (
     table_constants,
     table_strides,
 )
+from .union import resolve_union
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,25 +104,6 @@ def fetch_constants(store: StoreMemory, pieces: int, rows: int) -> dict[str, int
         "WIDTH": constants["PIECE"],
         "SLICES": constants["PIECES"],
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Lists:
-    """What resolve leaves for fetch. source: int64 [p, W], host words; target: int32 [p, W], locations;
-    misses: int32 [p], how many of each piece's are listed."""
-
-    source: Tensor
-    target: Tensor
-    misses: Tensor
-
-    @classmethod
-    def empty(cls, pieces: int, width: int, device: torch.device) -> Lists:
-        """Lists of that size, not filled."""
-        return cls(
-            torch.empty((pieces, width), dtype=torch.int64, device=device),
-            torch.empty((pieces, width), dtype=torch.int32, device=device),
-            torch.empty(pieces, dtype=torch.int32, device=device),
-        )
 
 
 def resolve_rows(
@@ -215,6 +198,10 @@ def retrieve(
 ) -> Tensor:
     """See :func:`kvpolicy.kernels.retrieve.retrieve`: the same in every bit of everything."""
     cut = shape or shape_for(rows.seat.shape[0], chosen.shape[1])
+    if rows.q > 1:
+        location, lists = resolve_union(store, rows, chosen, rule, first)
+        fetch_lists(store, lists, cut)
+        return location
     if cut.fused and not resident:
         from .fused_retrieval import retrieve_fused
 
