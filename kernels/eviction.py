@@ -103,7 +103,7 @@ class EvictionRule:
         keys = self._keys(stamp, step, state)
         slots = candidate.nonzero()[:, 0]
         taken = slots[torch.sort(keys[slots], stable=True).indices[:count]]
-        if self.key is None and tune:
+        if self.key is None and tune and count:
             _tune(state, keys[taken], count, stamp.shape[0])
         if taken.numel():
             state.hand = (int(taken[-1]) + 1) % stamp.shape[0]

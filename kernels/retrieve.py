@@ -29,7 +29,7 @@ class StoreMemory:
     records and keys begin in it, in words. staging, inflight: int64 [n], the frames of these two tables,
     of the same records as the cache; staging_rows: records that staging holds.
     counts: int64 [>= seats, COUNTERS], by seat: selected, unique, fetched, staged and refetched rows, bytes.
-    arrivals: int64 [seats], zeros, where a piece's programs meet: each launch leaves zeros.
+    arrivals: int64 [seats + 2], zeros, where programs meet: each launch leaves zeros.
     layers: rows of one record, as counters count them. tokens_per_entry: tokens that make one entry.
     """
 

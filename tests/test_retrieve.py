@@ -301,14 +301,60 @@ def same_steps(
                 load.committed[seat] += int(accepted[piece])
 
 
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(("parts", "fused"), [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("name", sorted(RULES))
 def test_kernels_equal_the_reference(
-    name: str, parts: int, device: torch.device, kernels: ModuleType
+    name: str, parts: int, fused: bool, device: torch.device, kernels: ModuleType
 ) -> None:
     """Bit for bit in the whole arena, the host pool, every number; padded and repeated steps too."""
     for seed in range(2):
         load, arena, store = make_load(seed + 10 * parts, k=20 if parts > 1 else 6)
-        shape = kernels.Shape(parts, 16, 4, 2, 2)
+        shape = kernels.Shape(parts, 16, 4, 2, 2, fused=fused)
         same_steps(kernels, device, load, (arena, store), RULES[name], shape, 8)
     assert int(store.cache.draws.sum()) > 0
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_unions_equal_the_reference(
+    name: str, device: torch.device, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rows a piece, which overlap: the same, with one or two tokens an entry."""
+    from kvpolicy.kernels.triton import union
+
+    monkeypatch.setattr(union, "BLOCK", 16)
+    for seed, tokens in enumerate((1, 2)):
+        load, arena, store = make_load(seed, q=3, k=20, tokens=tokens)
+        shape = kernels.Shape(1, 16, 4, 2, 2)
+        same_steps(kernels, device, load, (arena, store), RULES[name], shape, 6)
+    assert int(store.cache.draws.sum()) > 0
+
+
+class WindowLoad(Load):
+    """Rows select from the newest part of their history, so that most of it is in the caches."""
+
+    def chosen(self, rows: DecodeRows) -> Tensor:
+        found = torch.full((len(rows.seat), self.k), -1, dtype=torch.int32)
+        for piece, seat in enumerate(rows.seat.tolist()):
+            visible = self.committed[seat] + 1 if seat >= 0 else 5
+            span = min(visible, 2 * max(self.seats[seat].capacity, 2000))
+            count = int(self.rng.integers(0, min(span, self.k) + 1))
+            own = np.sort(self.rng.permutation(span)[:count]) + visible - span
+            found[piece, :count] = torch.from_numpy(own)
+        return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "cut", [(1, 1024, 8, 32, 4), (8, 256, 4, 132, 4), (4, 512, 4, 32, 2), (8, 256, 4, 132, 4, 4, True)]
+)
+def test_true_sizes(cut: tuple[int, ...], device: torch.device, kernels: ModuleType) -> None:
+    """Top-k 2048 of 100,000 entries, caches to 33,000 slots, records of 2624 bytes."""
+    kinds = [(100_000, 33_000), (100_000, 4096), (100_000, 4095), (20_000, 20_000), (100_000, 2048)]
+    seats = [Seat(entries, slots, full=entries == slots) for entries, slots in kinds]
+    rng = np.random.default_rng(len(cut))
+    shape = Shape(rows=12, maps=8192, meta=4096, layers=4, width=164, frame_bytes=1 << 15)
+    arena, store = make_store(seats, Sizes(6 * 2048, 8), rng, shape)
+    committed = [seat.entries - 100 for seat in seats]
+    load = WindowLoad(seats, 1, 2048, 1, rng, committed)
+    same_steps(kernels, device, load, (arena, store), RULES["clock"], kernels.Shape(*cut), 12)
+    assert int(store.cache.draws.min()) >= 0 and int(store.cache.draws.sum()) > 10

@@ -247,15 +247,15 @@ def _arrive(arrivals, selected, missing, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _count(
-    counts, selected, missing, granted,
+def count_rows(
+    counts, selected, unique, missing, granted,
     FIRST: tl.constexpr, LAYERS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Selected, unique, fetched, staged, refetched rows and bytes, added by the piece's last program."""
     field = tl.arange(0, 8)
     if FIRST:
-        rows = tl.where(field < 2, selected, tl.where(field == 2, missing, missing - granted))
-        rows = tl.where(field == 4, 0, rows)
+        rows = tl.where(field == 0, selected, tl.where(field == 1, unique, missing))
+        rows = tl.where(field == 3, missing - granted, tl.where(field == 4, 0, rows))
     else:
         rows = tl.where(field == 4, missing, 0)
     value = tl.where(field == 5, missing.to(tl.int64) * (WORDS * 4), rows.to(tl.int64) * LAYERS)
@@ -267,7 +267,7 @@ def _count(
 @triton.jit
 def serve_piece(
     maps, meta, row_frames, map_frames, meta_frames, capacity, full, used, hand, draws, age,
-    seats, wanted, admit, step_at, location, missed, scratch, committed, inflight, staging, row_base,
+    seat, wanted, admit, step_at, location, missed, scratch, committed, inflight, staging, row_base,
     source, target, misses, counts, arrivals,
     piece, part, width, row_seat, map_seat, meta_seat, segment,
     TOUCH: tl.constexpr, EVICT: tl.constexpr, KEY: tl.constexpr, LAZY: tl.constexpr,
@@ -276,8 +276,7 @@ def serve_piece(
     PER_MAP: tl.constexpr, MAP_FRAME: tl.constexpr,
     PER_META: tl.constexpr, META_FRAME: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One part of one piece whose seat is not negative. Returns whether it was the piece's last."""
-    seat = tl.load(seats + piece).to(tl.int64)
+    """One part of the piece of a seat (int64, not negative). Returns whether it was the piece's last."""
     step = tl.load(step_at).to(tl.int32)
     row_frames += seat * row_seat
     map_frames += seat * map_seat
@@ -324,8 +323,22 @@ def serve_piece(
             )  # fmt: skip
         if DECODE:
             tl.store(misses + piece, missing)
-            _count(counts + seat * COUNTERS, selected, missing, granted, FIRST, LAYERS, WORDS)
+            count_rows(
+                counts + seat * COUNTERS, selected, selected, missing, granted, FIRST, LAYERS, WORDS
+            )
     return last
+
+
+@triton.jit
+def fill_absent(location, part, width, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """One part of a padded piece: no entry has a place."""
+    span = tl.cdiv(tl.cdiv(width, PARTS), 16) * 16
+    start = part * span
+    end = tl.minimum(start + span, width)
+    while start < end:
+        column = start + tl.arange(0, BLOCK)
+        tl.store(location + column, tl.zeros([BLOCK], tl.int32) + ABSENT, mask=column < end)
+        start += BLOCK
 
 
 @triton.jit(do_not_specialize=["width", "row_seat", "map_seat", "meta_seat", "segment"])
@@ -347,20 +360,15 @@ def _resolve(
     part = program % PARTS
     wanted += piece * width
     location += piece * width
-    if tl.load(seats + piece) < 0:
-        span = tl.cdiv(tl.cdiv(width, PARTS), 16) * 16
-        start = part * span
-        end = tl.minimum(start + span, width)
-        while start < end:
-            column = start + tl.arange(0, BLOCK)
-            tl.store(location + column, tl.zeros([BLOCK], tl.int32) + ABSENT, mask=column < end)
-            start += BLOCK
+    seat = tl.load(seats + piece).to(tl.int64)
+    if seat < 0:
+        fill_absent(location, part, width, PARTS, BLOCK)
         if DECODE:
             tl.store(misses + piece, 0)
     else:
         serve_piece(
             maps, meta, row_frames, map_frames, meta_frames, capacity, full, used, hand, draws, age,
-            seats, wanted, admit, step_at, location, missed + piece * width,
+            seat, wanted, admit, step_at, location, missed + piece * width,
             scratch + piece * 2 * width, committed, inflight, staging, row_base,
             source + piece * width, target + piece * width, misses, counts, arrivals,
             piece, part, width, row_seat, map_seat, meta_seat, segment,

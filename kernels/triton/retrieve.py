@@ -15,6 +15,7 @@ from ..eviction import EvictionRule
 from ..retrieve import DecodeRows, StoreMemory
 from .copy import arena_side, host_side, plan, word_at
 from .eviction import device_key
+from .lists import Lists
 from .resolve import (
     _resolve,
     check_tables,
@@ -22,12 +23,14 @@ from .resolve import (
     table_constants,
     table_strides,
 )
+from .union import resolve_union
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """How retrieval is cut into programs. parts, block, warps: of resolve, per piece. programs, rows,
-    fetch_warps: of fetch: most programs, records that each moves at a time."""
+    fetch_warps: of fetch: most programs, records that each moves at a time (0: as many as
+    fit a tile). fused: one launch for both, with the warps of resolve."""
 
     parts: int
     block: int
@@ -35,6 +38,7 @@ class Shape:
     programs: int
     rows: int
     fetch_warps: int = 4
+    fused: bool = False
 
 
 @triton.jit
@@ -102,16 +106,6 @@ def fetch_constants(store: StoreMemory, pieces: int, rows: int) -> dict[str, int
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Lists:
-    """What resolve leaves for fetch. source: int64 [p, W], host words; target: int32 [p, W], locations;
-    misses: int32 [p], how many of each piece's are listed."""
-
-    source: Tensor
-    target: Tensor
-    misses: Tensor
-
-
 def resolve_rows(
     store: StoreMemory,
     rows: DecodeRows,
@@ -129,11 +123,7 @@ def resolve_rows(
     segment = store.segment(pieces, width)
     device = chosen.device
     location = torch.empty(chosen.shape, dtype=torch.int32, device=device)
-    lists = Lists(
-        torch.empty((pieces, width), dtype=torch.int64, device=device),
-        torch.empty((pieces, width), dtype=torch.int32, device=device),
-        torch.empty(pieces, dtype=torch.int32, device=device),
-    )
+    lists = Lists.empty(pieces, width, device)
     scratch = torch.empty((pieces, 2, width), dtype=torch.int32, device=device)
     kernel: Any = _resolve
     kernel[(pieces * shape.parts,)](
@@ -208,6 +198,14 @@ def retrieve(
 ) -> Tensor:
     """See :func:`kvpolicy.kernels.retrieve.retrieve`: the same in every bit of everything."""
     cut = shape or shape_for(rows.seat.shape[0], chosen.shape[1])
+    if rows.q > 1:
+        location, lists = resolve_union(store, rows, chosen, rule, first)
+        fetch_lists(store, lists, cut)
+        return location
+    if cut.fused and not resident:
+        from .fused_retrieval import retrieve_fused
+
+        return retrieve_fused(store, rows, chosen, rule, first, cut)
     location, lists = resolve_rows(store, rows, chosen, rule, first, resident, cut)
     if not resident:
         fetch_lists(store, lists, cut)

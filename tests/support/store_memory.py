@@ -61,7 +61,7 @@ def make_store(
         staging_rows=sizes.staging,
         inflight=tables.row_frames[len(seats) + 1].clone(),
         counts=torch.from_numpy(rng.integers(0, 99, (len(seats), COUNTERS))),
-        arrivals=torch.zeros(len(seats), dtype=torch.int64),
+        arrivals=torch.zeros(len(seats) + 2, dtype=torch.int64),
         layers=shape.layers,
         tokens_per_entry=sizes.tokens,
     )
