@@ -1,7 +1,8 @@
 """The seam between a model and its kernels: what a backend computes, and the plain-torch one.
 
 Every operation gives a row the same bits whatever rows stand beside it. Weights, inputs and results
-are float32; cached rows and keys may be bf16.
+are float32; cached rows and keys may be bf16 or 8-bit records (``fp8.py``). Attention and scoring
+take bf16 queries too: attention then returns bf16.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from . import elementwise, indexer
 from . import sparse_mla as attention
 from .backend import REFERENCE
 from .indexer import KeyPages
-from .paging import gather
 from .tiling import Tiling
 
 
@@ -147,12 +147,12 @@ class ReferenceOps:
         most: int,
         scale: float,
     ) -> Tensor:
-        scores = q.new_zeros(q.shape[0], most)
+        scores = q.new_zeros(q.shape[0], most, dtype=torch.float32)
         for segment, own in segments(row_segment):
             seen = int(visible[own].max())
             keys = pages.keys(segment, seen).float()
             scores[own, :seen] = indexer.index_scores(
-                q[own], weights[own], keys, scale, self.tiling
+                pages.queries(q[own]), weights[own].float(), keys, scale, self.tiling
             )
         return scores
 
@@ -175,7 +175,8 @@ class ReferenceOps:
             if seen <= k:
                 continue  # every row sees at most k entries: it takes them all
             keys = pages.keys(segment, seen).float()
-            scores = indexer.index_scores(q[own], weights[own], keys, scale, self.tiling)
+            queries, own_weights = pages.queries(q[own]), weights[own].float()
+            scores = indexer.index_scores(queries, own_weights, keys, scale, self.tiling)
             chosen[own] = indexer.top_k(scores, visible[own], k)
         return chosen
 
@@ -188,10 +189,11 @@ class ReferenceOps:
         value_width: int,
         scale: float,
     ) -> Tensor:
-        rows = gather(view, locations).float()
+        rows = attention.rows_at(view, locations, value_width)
         if not bool(valid.all()):  # a weight of 0 does not cover NaN
             rows = rows.masked_fill(~valid[..., None], 0.0)
-        return attention.sparse_mla(query, rows, valid, value_width, scale, self.tiling)
+        summed = attention.sparse_mla(query.float(), rows, valid, value_width, scale, self.tiling)
+        return summed.to(query.dtype)
 
 
 def segments(row_segment: Tensor) -> Iterator[tuple[int, slice]]:
