@@ -135,6 +135,11 @@ class StepMemory:
         """Entries that each row may choose from: int64 [n]; a row sees its own when it completes one."""
         return (self.positions + 1) // self.layout.of(selector).store.tokens_per_entry
 
+    def most_visible(self, selector: Selector) -> int:
+        """The most entries that any row may choose from, known without asking the device."""
+        store = self.layout.of(selector).store
+        return max(store.entries(own.position + own.count) for own in self.segments)
+
     def keys(self, selector: Selector, segment: int) -> Tensor:
         """Index keys that the last row of a segment sees, in entry order: [entries, width]."""
         store = self.layout.of(selector)
