@@ -12,8 +12,57 @@ Bytes to move: every weight once (2 * out * in), rows in and out once.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from .launch import FUSION, blocks, power_of_two
+
+SPREAD_ROWS = 128
+_ARRIVED: dict[torch.device, Tensor] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One program's share: columns of outputs x rows, and how it walks the inner width."""
+
+    columns: int
+    rows: int
+    inner: int
+    warps: int
+    stages: int
+
+
+def tile_of(n: int, gated: bool, interpreted: bool) -> Tile:
+    """The tile for n rows."""
+    if interpreted:
+        return Tile(32, 16, 64, 4, 1)
+    if n <= 16:
+        return Tile(64, 16, 128, 4, 4)
+    if n <= 32:
+        return Tile(64, 32, 128, 4, 4)
+    if n <= 64:
+        return Tile(64, 64, 64, 4, 4)
+    return Tile(64, 128, 64, 8, 4) if gated else Tile(128, 128, 64, 8, 4)
+
+
+def splits_of(n_out: int, n_in: int, heads: int) -> int:
+    """Ranges of the inner width, by the weight's shape alone."""
+    tiles, splits = heads * blocks(n_out, 64), 1
+    while tiles * splits < 132 and n_in >= 1024 * (splits + 1):
+        splits += 1
+    return splits
+
+
+def arrived(device: torch.device) -> Tensor:
+    """Counters of the programs that share an output tile, zero between launches. Products of one
+    device run one after the other."""
+    if device not in _ARRIVED:
+        _ARRIVED[device] = torch.zeros(1 << 14, dtype=torch.int32, device=device)
+    return _ARRIVED[device]
 
 
 @triton.jit
@@ -139,3 +188,70 @@ def product_kernel(
     if ADD:
         total += tl.load(residual + at, mask=inside, other=0.0)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    dtype: torch.dtype,
+    *,
+    gated: bool = False,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """A product per head. x: bf16 [n, H, in], any row and head stride; weight: bf16 [H, out, in].
+
+    gated: weight is [2, out, in], gate and up, and the result ``silu(x @ gate.T) * (x @ up.T)``.
+    residual: float32 of the result's shape, added. out: [n, H, out], any row and head stride, where
+    the result goes. Returns [n, H, out] of ``dtype``.
+    """
+    n, heads, n_in = x.shape
+    n_out = weight.shape[1]
+    if out is None:
+        out = torch.empty(n, heads, n_out, dtype=dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    interpreted = x.device.type == "cpu"
+    tile = tile_of(n, gated, interpreted)
+    splits = 1 if gated else splits_of(n_out, n_in, heads)
+    length = blocks(blocks(n_in, splits), 256) * 256
+    inner = min(tile.inner, power_of_two(n_in, least=16))
+    tiles = blocks(n, tile.rows) * blocks(n_out, tile.columns)
+    spread = splits > 1 and n <= SPREAD_ROWS
+    partial = out
+    if spread:
+        size = heads * tiles * splits * tile.rows * tile.columns
+        partial = torch.empty(size, dtype=torch.float32, device=x.device)
+    product_kernel[(tiles, splits if spread else 1, heads)](
+        x,
+        weight,
+        out if residual is None else residual,
+        out,
+        partial,
+        arrived(x.device),
+        n,
+        x.stride(0),
+        x.stride(1),
+        weight.stride(0),
+        out.stride(0),
+        out.stride(1),
+        n_in,
+        n_out,
+        length,
+        splits,
+        GATED=gated,
+        ADD=residual is not None,
+        EVEN=n_in % inner == 0,
+        SPREAD=spread,
+        SERIAL=splits > 1 and not spread,
+        COLUMNS=tile.columns,
+        ROWS=tile.rows,
+        INNER=inner,
+        WIDE=interpreted,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **FUSION,
+    )
+    return out
