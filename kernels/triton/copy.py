@@ -24,7 +24,7 @@ TILE_WORDS, PIECE_WORDS, MOST_ROWS = 4096, 2048, 16
 
 
 @triton.jit
-def _word(at, PER: tl.constexpr, FRAME: tl.constexpr, RECORD: tl.constexpr):
+def word_at(at, PER: tl.constexpr, FRAME: tl.constexpr, RECORD: tl.constexpr):
     """First word of records. PER > 0: ``at`` are locations in frames of FRAME words, records RECORD
     words apart. PER = 0: ``at`` are positions, multiples of RECORD; to divide and multiply tells the
     compiler so, which may then move 16 bytes at a time."""
@@ -62,8 +62,8 @@ def _copy(
         come = tl.load(source_at + item, mask=listed, other=-1)
         go = tl.load(target_at + item, mask=listed, other=-1)
         moves = (come >= 0) & (go >= 0)
-        come = _word(come, SOURCE_PER, SOURCE_FRAME, SOURCE_RECORD)
-        go = _word(go, TARGET_PER, TARGET_FRAME, TARGET_RECORD)
+        come = word_at(come, SOURCE_PER, SOURCE_FRAME, SOURCE_RECORD)
+        go = word_at(go, TARGET_PER, TARGET_FRAME, TARGET_RECORD)
         for piece in tl.static_range(PIECES):
             word = piece * PIECE + column
             mask = moves[:, None] & (word < WORDS)[None, :]
@@ -72,7 +72,7 @@ def _copy(
         start += tl.num_programs(0) * ROWS
 
 
-# How the records of one side lie: per, frame, record as in _word.
+# How the records of one side lie: per, frame, record as in word_at.
 Side = tuple[int, int, int]
 
 
@@ -141,3 +141,41 @@ def arena_to_arena(view: Tensor, source: Tensor, destination: Tensor) -> None:
     side = arena_side(words)
     constants = plan(side, side, words.shape[2])
     _launch(words, source, words, destination, constants, ARENA_PROGRAMS)
+
+
+@triton.jit(do_not_specialize=["per"])
+def _put(
+    view, location, items, frame_stride, item_stride, per, width,
+    PIECE: tl.constexpr,
+):  # fmt: skip
+    """One item per program, converted to the view's dtype."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.load(location + row)
+    if at >= 0:
+        target = view + at // per * frame_stride + at % per * item_stride
+        start = 0
+        while start < width:
+            column = start + tl.arange(0, PIECE)
+            mask = column < width
+            value = tl.load(items + row * width + column, mask=mask)
+            tl.store(target + column, value.to(view.dtype.element_ty), mask=mask)
+            start += PIECE
+
+
+def put(view: Tensor, location: Tensor, items: Tensor) -> None:
+    """See :func:`kvpolicy.kernels.copy.put`. view: [F, per, width], its items contiguous."""
+    count, width = items.shape
+    if count:
+        kernel: Any = _put
+        piece = min(triton.next_power_of_2(width), PIECE_WORDS)
+        kernel[(count,)](
+            view,
+            location.contiguous(),
+            items.contiguous(),
+            view.stride(0),
+            view.stride(1),
+            view.shape[1],
+            width,
+            PIECE=piece,
+            num_warps=WARPS,
+        )

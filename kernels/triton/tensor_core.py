@@ -78,7 +78,6 @@ def _range_sum(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     INNER: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     """Sums over inner values start to stop: [COLUMNS, ROWS], of one matrix or two."""
     inner = tl.arange(0, INNER)
@@ -92,16 +91,12 @@ def _range_sum(
             rest = inner < stop - at
             a = tl.load(weight_at + at, mask=rest[None, :], other=0.0)
             b = tl.load(x_at + at, mask=rest[:, None], other=0.0)
-        if WIDE:
-            a, b = a.to(tl.float32), b.to(tl.float32)
         total = tl.dot(a, b, total)
         if GATED:
             if EVEN:
                 c = tl.load(weight_at + second + at)
             else:
                 c = tl.load(weight_at + second + at, mask=rest[None, :], other=0.0)
-            if WIDE:
-                c = c.to(tl.float32)
             other = tl.dot(c, b, other)
     return total, other
 
@@ -132,7 +127,6 @@ def product_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     INNER: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     tiles = tl.cdiv(n, ROWS)
     tile = tl.program_id(0)
@@ -154,7 +148,7 @@ def product_kernel(
         start = split * length
         total, other = _range_sum(
             x_at, weight_at, second, start, tl.minimum(start + length, n_in), n_in,
-            GATED, EVEN, COLUMNS, ROWS, INNER, WIDE,
+            GATED, EVEN, COLUMNS, ROWS, INNER,
         )
         place = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         mine = head * tl.num_programs(0) + tile
@@ -170,14 +164,14 @@ def product_kernel(
         kept = tl.where(before == splits - 1, n, 0)
     elif not SERIAL:
         total, other = _range_sum(
-            x_at, weight_at, second, 0, n_in, n_in, GATED, EVEN, COLUMNS, ROWS, INNER, WIDE
+            x_at, weight_at, second, 0, n_in, n_in, GATED, EVEN, COLUMNS, ROWS, INNER
         )
     else:
         for i in range(0, splits):
             start = i * length
             one, two = _range_sum(
                 x_at, weight_at, second, start, tl.minimum(start + length, n_in), n_in,
-                GATED, EVEN, COLUMNS, ROWS, INNER, WIDE,
+                GATED, EVEN, COLUMNS, ROWS, INNER,
             )
             total += one
             other += two
@@ -249,7 +243,6 @@ def product(
         COLUMNS=tile.columns,
         ROWS=tile.rows,
         INNER=inner,
-        WIDE=interpreted,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **FUSION,

@@ -41,6 +41,9 @@ class GlmDsa:
     depend on its neighbours on this device.
     """
 
+    # A step of one row per request reads device tensors only: it can be captured in a CUDA graph.
+    device_only = True
+
     def __init__(
         self,
         source: Path | Weights,

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpolicy.kernels.eviction import CLOCK_SPARE_STEPS
 from kvpolicy.kernels.paging import Paged
 from kvpolicy.kernels.resolve import ABSENT, PAD, CacheTables
 
@@ -89,8 +90,10 @@ def _over(arena: Tensor, shape: Shape, frames: list[Tensor], seats: list[Seat]) 
         meta_frames=frames[2].to(device),
         capacity=torch.tensor([s.capacity for s in seats], dtype=torch.int32, device=device),
         full=torch.tensor([s.full for s in seats], device=device),
-        hand=zeros,
+        used=zeros,
+        hand=zeros.clone(),
         draws=zeros.clone(),
+        age=torch.full_like(zeros, CLOCK_SPARE_STEPS),
     )
 
 
