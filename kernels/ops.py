@@ -257,9 +257,7 @@ class ReferenceOps:
             if seen <= k:
                 continue  # every row sees at most k entries: it takes them all
             keys = pages.keys(segment, seen).float()
-            scores = indexer.index_scores(
-                q[own].float(), weights[own], keys, scale, self.tiling
-            )
+            scores = indexer.index_scores(q[own].float(), weights[own], keys, scale, self.tiling)
             chosen[own] = indexer.top_k(scores, visible[own], k)
         return chosen
 
@@ -275,9 +273,7 @@ class ReferenceOps:
         rows = gather(view, locations).float()
         if not bool(valid.all()):  # a weight of 0 does not cover NaN
             rows = rows.masked_fill(~valid[..., None], 0.0)
-        attended = attention.sparse_mla(
-            query.float(), rows, valid, value_width, scale, self.tiling
-        )
+        attended = attention.sparse_mla(query.float(), rows, valid, value_width, scale, self.tiling)
         return attended.to(query.dtype)
 
 

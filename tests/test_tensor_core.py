@@ -130,9 +130,7 @@ class LayerCase:
 
 
 @pytest.mark.parametrize("chooses", [False, True])
-def test_the_fused_forms_are_the_plain_ones(
-    device: torch.device, ops: Ops, chooses: bool
-) -> None:
+def test_the_fused_forms_are_the_plain_ones(device: torch.device, ops: Ops, chooses: bool) -> None:
     case = LayerCase(device, chooses)
     at = case.positions
     norms = LatentNorms(

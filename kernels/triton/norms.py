@@ -76,9 +76,7 @@ def _norm(
     return out
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype = torch.float32
-) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype = torch.float32) -> Tensor:
     """Root-mean-square norm of each row. x: [n, d], any row stride; weight: [d]; float32 -> [n, d] of
     ``dtype``."""
     return _norm(x, weight, None, eps, dtype)

@@ -147,8 +147,17 @@ def product_kernel(
         split = tl.program_id(1)
         start = split * length
         total, other = _range_sum(
-            x_at, weight_at, second, start, tl.minimum(start + length, n_in), n_in,
-            GATED, EVEN, COLUMNS, ROWS, INNER,
+            x_at,
+            weight_at,
+            second,
+            start,
+            tl.minimum(start + length, n_in),
+            n_in,
+            GATED,
+            EVEN,
+            COLUMNS,
+            ROWS,
+            INNER,
         )
         place = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         mine = head * tl.num_programs(0) + tile
@@ -170,8 +179,17 @@ def product_kernel(
         for i in range(0, splits):
             start = i * length
             one, two = _range_sum(
-                x_at, weight_at, second, start, tl.minimum(start + length, n_in), n_in,
-                GATED, EVEN, COLUMNS, ROWS, INNER,
+                x_at,
+                weight_at,
+                second,
+                start,
+                tl.minimum(start + length, n_in),
+                n_in,
+                GATED,
+                EVEN,
+                COLUMNS,
+                ROWS,
+                INNER,
             )
             total += one
             other += two
