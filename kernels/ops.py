@@ -105,8 +105,8 @@ class Ops(Protocol):
         ``visible``. A score's bits depend on its row and key only.
 
         q: narrow [n, H, d], weights: float32 [n, H]. row_segment: int64 [n], the row's segment in
-        ``pages``, rows of a segment consecutive. visible: int64 [n], keys that a row sees; most: at least their
-        maximum, known on the host. score = sum_h weights_h * relu(q_h . key * scale).
+        ``pages``, rows of a segment consecutive. visible: int64 [n], keys that a row sees; most: at
+        least their maximum, known on the host. score = sum_h weights_h * relu(q_h . key * scale).
         """
         ...
 

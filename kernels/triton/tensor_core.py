@@ -1,8 +1,8 @@
 """Batch-invariant bf16 products on tensor cores, accumulated in float32.
 
-Weights take the side of the tile that is a multiple of 64 and rows the other one (out.T = W @ x.T), so that one
-kind of instruction (wgmma m64nNk16) serves 16 rows as well as 1,024. An output element is one
-float32 accumulator that takes the products of 16 inner values at a time, in ascending order; how
+Weights take the side of a tile that is a multiple of 64 and rows the other one (out.T = W @ x.T), so
+that one kind of instruction (wgmma m64nNk16) serves 16 rows as well as 1,024. An output element is
+one float32 accumulator that takes the products of 16 inner values at a time, in ascending order; how
 many rows, columns or stages share the tile does not enter it. A weight whose tiles would leave
 multiprocessors idle is cut along the inner width into ranges, by its shape alone; their sums are
 added in ascending order, whether one program walks all ranges or one each.

@@ -79,8 +79,8 @@ def dsa_geometry(
 def whole_groups(geometry: Geometry, layers: int) -> Geometry:
     """A slice of whole groups of layers that share a selection, numbered from 0.
 
-    Taken are groups of the size that covers most layers, which is how the model repeats itself: of GLM-5.3, 4, 8,
-    ... 76 layers, or all 78. UserError naming what is allowed.
+    Taken are groups of the size that covers most layers, which is how the model repeats itself: of
+    GLM-5.3 4, 8, ... 76 layers, or all 78. UserError naming what is allowed.
     """
     if layers == geometry.num_layers:
         return geometry
