@@ -78,7 +78,9 @@ class EvictionRule:
     def __post_init__(self) -> None:
         """ValueError for a sweep without stamps, or a ``lazy`` below 1."""
         if self.key is None and not self.touch:
-            raise ValueError(f"eviction rule {self.name!r}: a sweep (key = None) needs touch = True")
+            raise ValueError(
+                f"eviction rule {self.name!r}: a sweep (key = None) needs touch = True"
+            )
         if self.lazy < 1:
             raise ValueError(f"eviction rule {self.name!r}: lazy = {self.lazy}: must be 1 or more")
 

@@ -120,7 +120,7 @@ class EngineConfig(Settings):
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_dtype: Literal["float32", "bf16"] = "float32"
     bos: bool = False
-    cuda_graphs: bool = False
+    cuda_graphs: bool = True
     validate_: bool = Field(default=False, alias="validate")
 
     @field_validator("controller", mode="plain")

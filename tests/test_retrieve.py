@@ -170,8 +170,10 @@ def check_counts(
         own = chosen[piece * load.q : (piece + 1) * load.q].flatten().tolist()
         old = [e for e in own if 0 <= e < load.committed[seat] // load.tokens]
         missing = set(old) - hits.get(seat, set(old))
-        now = set() if load.seats[seat].full else set(
-            contents(store.cache, seat, load.seats[seat].entries)
+        now = (
+            set()
+            if load.seats[seat].full
+            else set(contents(store.cache, seat, load.seats[seat].entries))
         )
         size = store.host.element_size() * store.cache.records[0, 0].numel()
         rest = [len(old), len(set(old)), len(missing), len(missing - now), 0]
