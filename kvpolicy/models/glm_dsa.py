@@ -26,9 +26,11 @@ from kvpolicy.models.glm_config import GlmDsaConfig
 from kvpolicy.models.glm_weights import LayerWeights, Weights, layer_weights
 
 # Tiles and keys of the self-check at load: a step of the default engine is 80 rows. The long tests
-# run it at 64 tiles and 32,768 keys. The interpreter takes 2 ms and more for each of its programs,
-# so there it is one row more than a tile, and one key more than a tile of keys.
+# run it at 64 tiles and 32,768 keys. On a GPU more rows, since Triton's tiles grow up to 256 rows. The
+# interpreter takes 2 ms and more for each of its programs, so there it is one row more than a
+# tile, and one key more than a tile of keys.
 PROBE_TILES, PROBE_KEYS, PROBE_FEW = 5, 1024, 63
+GPU_ROWS = 272
 INTERPRETED_ROWS, INTERPRETED_KEYS = 17, 129
 
 
@@ -185,12 +187,14 @@ class GlmDsa:
             tiling = choose_tiling(self._probe_tiling, self.device)
             self.ops = ReferenceOps(tiling, self.ops.dtype)
             return
-        rows, keys = PROBE_TILES * 16, PROBE_KEYS
-        if self.device.type == "cpu":
-            rows, keys = INTERPRETED_ROWS, INTERPRETED_KEYS
+        interpreted = self.device.type == "cpu"
+        rows, keys = (INTERPRETED_ROWS, INTERPRETED_KEYS) if interpreted else (GPU_ROWS, PROBE_KEYS)
         every = torch.arange(rows, device=self.device)
+        orders = [every.roll(5), every[rows - 1 :], every[2:5]]
+        if not interpreted:
+            orders += [every[1:41], every[3:103]]
         whole = self._probe(self.ops, every, rows, keys)
-        for order in (every.roll(5), every[rows - 1 :], every[2:5]):
+        for order in orders:
             part = self._probe(self.ops, order, rows, keys)
             if not all(torch.equal(y, x[order]) for x, y in zip(whole, part, strict=True)):
                 raise UserError(
