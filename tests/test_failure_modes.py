@@ -102,15 +102,17 @@ def filled(monkeypatch: pytest.MonkeyPatch, byte: int) -> Iterator[None]:
 
 def outputs_of_all_kernels(device: torch.device) -> list[Tensor]:
     """Every output of every Triton kernel that is defined."""
+    from kvpolicy.kernels.triton.norms import layer_norm
+
     ops, index = make_ops("triton"), IndexCase(device)
     x, weight = randn(device, 16, 33), randn(device, 21, 33, seed=1)
     scores = index.scores(ops)
     seen = torch.arange(scores.shape[1], device=device) < index.visible[:, None]
     found = [
-        ops.linear(x, weight),
+        ops.linear(x, ops.pack(weight)),
         ops.head_linear(randn(device, 16, 3, 20), randn(device, 3, 20, 9, seed=1)),
         ops.rms_norm(x, weight[0], 1e-6),
-        ops.layer_norm(x, weight[0], weight[1], 1e-6),
+        layer_norm(x, weight[0], weight[1], 1e-6),
         scores.masked_fill(~seen, 0.0),
         index.top_k(ops, 40),
         index.top_k(ops, 16),

@@ -181,7 +181,26 @@ class Options:
             "auto|reference|triton",
         ),
     ] = None
-    dtype: Annotated[str | None, _option("--dtype", _ENGINE, "Arithmetic.", "float32")] = None
+    dummy_weights: Annotated[
+        bool | None,
+        _flag(
+            "--dummy-weights",
+            _ENGINE,
+            "Random weights in the dimensions of a preset, to measure speed: --model glm-5.3.",
+        ),
+    ] = None
+    layers: Annotated[
+        int | None,
+        _option("--layers", _ENGINE, "With --dummy-weights: layers, whole groups (all).", "N"),
+    ] = None
+    vocab: Annotated[
+        int | None,
+        _option("--vocab", _ENGINE, "With --dummy-weights: vocabulary (the layers' share).", "N"),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        _option("--dtype", _ENGINE, "Weights and arithmetic.", "float32|bfloat16"),
+    ] = None
     kv_dtype: Annotated[
         str | None, _option("--kv-dtype", _ENGINE, "Format of KV rows.", "float32|bf16")
     ] = None
@@ -259,8 +278,6 @@ class Options:
     verification: Annotated[str | None, _later("--verification")] = None
     num_draft_tokens: Annotated[int | None, _later("--num-draft-tokens")] = None
     shadow: Annotated[list[str] | None, _later("--shadow")] = None
-    layers: Annotated[int | None, _later("--layers")] = None
-    dummy_weights: Annotated[bool | None, _later("--dummy-weights")] = None
 
 
 def takes(kind: type[_Options]) -> Callable[[Callable[[_Options], None]], Callable[..., None]]:

@@ -28,7 +28,7 @@ from kvpolicy.kernels.memory_ops import memory_ops
 from kvpolicy.memory.accounting import Reserve
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.layout import Layout
-from kvpolicy.models.loader import DecodeModel, load_model
+from kvpolicy.models.loader import DecodeModel, Dummy, load_model
 from kvpolicy.telemetry.record import run_record
 from kvpolicy.telemetry.slo import Slo
 
@@ -50,7 +50,7 @@ class Engine:
         if not isinstance(self.config, EngineConfig):
             raise UserError(f"config = {config!r}: must be an EngineConfig")
         self.device = _device(self.config.device)
-        self.model = model or load_model(self.config.model, self.device, self.config.backend)
+        self.model = model or _load(self.config, self.device)
         self._layout = Layout(self.model.geometry, self.config.kv_dtype)
         self.control = ControlLoop(
             self.config.controller,
@@ -388,6 +388,15 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _load(config: EngineConfig, device: torch.device) -> DecodeModel:
+    """The model that a config names."""
+    dummy = Dummy(config.layers, config.vocab) if config.dummy_weights else None
+    if dummy is None and not (config.layers is None and config.vocab is None):
+        name = "vocab" if config.layers is None else "layers"
+        raise UserError(f"{name} = {getattr(config, name)}: goes with dummy_weights")
+    return load_model(config.model, device, config.backend, config.dtype, dummy)
 
 
 def _device(name: str) -> torch.device:
