@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Protocol, runtime_checkable
 
 from kvpolicy.control.observation import Observation, StoreView
 from kvpolicy.control.plan import Plan
-from kvpolicy.control.projection import per_store
+from kvpolicy.control.reading import per_store
 from kvpolicy.errors import UserError, reason
 from kvpolicy.memory.rule import CacheRule
 
@@ -43,13 +42,16 @@ def initial_rows(controller: Controller, stores: tuple[StoreView, ...]) -> tuple
         raise UserError(
             f"controller {type(controller).__name__}: initial() failed: {reason(error)}"
         ) from None
-    rows = per_store(target, len(stores))
-    if rows is None or any(r is None or math.isnan(r) or r < 0 for r in rows):
+    try:
+        rows = per_store(target, len(stores), "initial()")
+    except Exception:  # whatever it gave may raise anything
+        rows = None
+    if rows is None or min(rows) < 0:
         raise UserError(
             f"controller {type(controller).__name__}: initial() gave {target!r}, must be a number of "
             f"rows, at least 0, or one for each of {len(stores)} stores"
         )
-    return tuple(r for r in rows if r is not None)
+    return rows
 
 
 def cache_rule(controller: Controller) -> CacheRule:

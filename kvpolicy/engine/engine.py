@@ -61,6 +61,7 @@ class Engine:
             if self.config.clock == "steps"
             else self.config.decision_deadline_ms / 1e3,
             decision_log=self.config.decision_log,
+            isolate=self.config.controller_isolation == "auto",
         )
         self.memory = self._make_memory()
         self.scheduler = Scheduler(self.config.max_concurrency, self.config.prefill_chunk)
