@@ -195,7 +195,9 @@ class Decider:
 
 
 def _name(controller: Controller) -> str:
-    return controller.spec if isinstance(controller, ProcessController) else type(controller).__name__
+    return (
+        controller.spec if isinstance(controller, ProcessController) else type(controller).__name__
+    )
 
 
 def _copy(observation: Observation) -> Observation:
