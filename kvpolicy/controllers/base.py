@@ -24,7 +24,8 @@ class Controller(Protocol):
     def decide(self, observation: Observation) -> Plan:
         """A proposal for the next control interval. Called every ``control_interval`` steps and
         when a request came or went; must not block, keep references or change its argument.
-        Runs in a thread of its own, except without a deadline."""
+        Without a deadline it runs inline; with one in a thread of its own, or in a process if a spec
+        names it in a file or a plug-in."""
         ...
 
 
