@@ -23,7 +23,7 @@ from kvpolicy.engine.reload import RunTimeChanges, changes, read
 from kvpolicy.engine.request import Request, RequestOutput, State
 from kvpolicy.engine.residents import Residents
 from kvpolicy.engine.scheduler import Scheduler
-from kvpolicy.errors import UserError
+from kvpolicy.errors import UserError, reason
 from kvpolicy.kernels.memory_ops import memory_ops
 from kvpolicy.memory.accounting import Reserve
 from kvpolicy.memory.hierarchy import Hierarchy
@@ -372,12 +372,20 @@ class Engine:
             )
 
     def close(self) -> None:
-        """Cancel what runs and free all memory. A second call does nothing."""
-        if not self._closed:
+        """Cancel what runs, wait for the device, and free all memory; metrics stay readable. A second
+        call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
             for request in [*self.scheduler.running, *self.scheduler.waiting]:
                 self._cancel(request)
+        finally:
             self.control.close()
-            self._closed = True
+            self._launched = None
+            _finish(self.device)
+            self.executor.close()
+            self.memory.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -389,6 +397,16 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for all kernels: they read and write the pinned host pool in place, which nobody else tracks."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:  # a device that has failed computes nothing any more
+        log.warning("closing: %s", reason(error))
 
 
 def _device(name: str) -> torch.device:

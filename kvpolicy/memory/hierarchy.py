@@ -413,6 +413,14 @@ class Hierarchy:
         for request in self.requests.values():
             request.trace = None
 
+    def close(self) -> None:
+        """Free both tiers, once nothing runs and every request is released; counters and books stay
+        readable. A second call does nothing."""
+        self.__dict__.pop("_tables", None)
+        self.__dict__.pop("_committer", None)
+        self.arena.close()
+        self.host.close()
+
     # --- counters --------------------------------------------------------------------------------
 
     def _seats_taken(self) -> dict[int, int]:
