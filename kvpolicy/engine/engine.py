@@ -198,7 +198,7 @@ class Engine:
             return self._step()
         except BaseException as error:
             # Half a step may have published rows that were never copied: nothing after it is safe.
-            self._broken = f"{type(error).__name__}: {error}".rstrip(": ")
+            self._broken = reason(error)
             raise
 
     def _step(self) -> bool:
