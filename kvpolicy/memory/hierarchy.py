@@ -416,8 +416,8 @@ class Hierarchy:
     def close(self) -> None:
         """Free both tiers, once nothing runs and every request is released; counters and books stay
         readable. A second call does nothing."""
-        self.__dict__.pop("_tables", None)
-        self.__dict__.pop("_committer", None)
+        for name in ("_tables", "_stores", "_committer"):  # all that has views of the buffers
+            self.__dict__.pop(name, None)
         self.arena.close()
         self.host.close()
 
