@@ -60,7 +60,9 @@ def _wanted(plan: Plan, request: RequestView, floor: int, reasons: list[str]) ->
     target = plan.targets.get(request.request_id, plan.default)
     if target is None:
         return request.budget
-    values = target if isinstance(target, tuple) else (target,) * len(request.max_rows)
+    values = (
+        (target,) * len(request.max_rows) if isinstance(target, (int, float)) else tuple(target)
+    )
     if len(values) != len(request.max_rows):
         reasons.append(f"targets do not match {len(request.max_rows)} stores")
         return tuple(max(rows, floor) for rows in request.budget)

@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from typing import Any
 
 from kvpolicy.controllers.answer import answer
@@ -38,6 +37,7 @@ def _settle() -> None:
     with contextlib.suppress(OSError):  # there may be no stderr
         os.dup2(2, 1)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])  # masks are inherited
 
 
 def _begin(channel: Channel, start: dict[str, Any]) -> Controller | None:
@@ -72,7 +72,3 @@ def _serve(channel: Channel, controller: Controller, patience: float) -> None:
         found = answer(controller, observation, interrupts=False)
         signal.setitimer(signal.ITIMER_REAL, 0)
         channel.send([number, reply_to(found, observation)])
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -64,7 +64,7 @@ class _Child:
 
     def __init__(self, start: dict[str, Any], patience: float) -> None:
         ours, theirs = socket.socketpair()
-        arguments = [str(theirs.fileno()), json.dumps(sys.path)]
+        arguments = [str(theirs.fileno()), json.dumps([str(folder) for folder in sys.path])]
         try:
             with theirs:
                 self.process = subprocess.Popen(
