@@ -139,7 +139,7 @@ def test_a_failure_inside_a_step_ends_the_engine(
     def fail(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvpolicy.memory.retrieval.Retriever._fetch", fail)
+    monkeypatch.setattr("kvpolicy.memory.decode.DecodeStep._retrieve", fail)
     with pytest.raises(KeyboardInterrupt):
         while engine.step():
             pass
