@@ -80,18 +80,14 @@ def make_store(case: Case, host: Tensor, shift: int, device: torch.device) -> St
     """One layer state: caches full of random entries with random ages."""
     batch, words = case.batch, case.words
     per_row, per_map, per_meta = FRAME // (words * 4), FRAME // 4, FRAME // 8
-    frames = [
-        -(-n // per) for n, per in ((case.rows, per_row), (CONTEXT, per_map), (case.rows, per_meta))
-    ]
+    frames = [-(-n // per) for n, per in ((case.rows, per_row), (CONTEXT, per_map), (case.rows, per_meta))]
     staging, flying = -(-batch * TOPK // per_row), -(-batch // per_row)
     total = batch * frames[0] + staging + flying
     arena = torch.empty((total, FRAME // 4), dtype=torch.int32, device=device)
     records = arena[:, : per_row * words].view(total, per_row, case.layers, case.row // 4)
     maps = torch.empty((batch * frames[1], per_map), dtype=torch.int32, device=device)
     meta = torch.empty((batch * frames[2], per_meta, 2), dtype=torch.int32, device=device)
-    runs = torch.rand((batch, CONTEXT // case.runs), device=device).argsort(1)[
-        :, : case.rows // case.runs
-    ]
+    runs = torch.rand((batch, CONTEXT // case.runs), device=device).argsort(1)[:, : case.rows // case.runs]
     inside = torch.arange(case.runs, device=device)
     held = (runs[..., None] * case.runs + inside).flatten(1).int()
     maps.fill_(-1)
@@ -233,9 +229,7 @@ def pattern(words: int) -> Tensor:
     host = buffer.bytes.view(torch.int32)
     pinned = time.perf_counter() - start
     noise = torch.randint(-(2**31), 2**31, (1 << 28,), dtype=torch.int32, device="cuda")
-    for at in range(
-        0, words, noise.numel()
-    ):  # a GiB at a time: a copy must not cross what is registered
+    for at in range(0, words, noise.numel()):  # a GiB at a time: a copy must not cross what is registered
         part = host[at : at + noise.numel()]
         part.copy_(noise[: part.numel()] + at)
     print(f"host: {words * 4 / 2**30:.1f} GiB pinned in {pinned:.2f} s", flush=True)
@@ -243,16 +237,12 @@ def pattern(words: int) -> Tensor:
     return host
 
 
-def tell(
-    results: list[dict[str, object]], what: str, case: Case, us: float, **more: object
-) -> None:
+def tell(results: list[dict[str, object]], what: str, case: Case, us: float, **more: object) -> None:
     line = {"what": what, **asdict(case), "us": round(us, 2), "sglang_us": case.sglang, **more}
     results.append(line)
     extra = " ".join(f"{k}={v}" for k, v in more.items())
     moved = case.batch * case.misses * case.words * 4
-    rate = (
-        f"{moved / us / 1e3:5.1f} GB/s" if what in ("retrieve", "fetch", "fused") and moved else ""
-    )
+    rate = f"{moved / us / 1e3:5.1f} GB/s" if what in ("retrieve", "fetch", "fused") and moved else ""
     beside = f"sglang {case.sglang}" if case.sglang else ""
     print(
         f"{what:9} bs {case.batch:3} {case.layers} x {case.row:4} B {case.rows} miss {case.per_mille / 10:4.1f}% "
@@ -261,13 +251,7 @@ def tell(
     )  # fmt: skip
 
 
-def attempt(
-    results: list[dict[str, object]],
-    what: str,
-    bench: Bench,
-    call: Callable[[], float],
-    **more: object,
-) -> float:
+def attempt(results: list[dict[str, object]], what: str, bench: Bench, call: Callable[[], float], **more: object) -> float:
     """One measurement; a variant that fails says so and does not end the run."""
     try:
         us = call()
@@ -278,41 +262,20 @@ def attempt(
     return us
 
 
-def run(
-    case: Case,
-    host: Tensor,
-    device: torch.device,
-    results: list[dict[str, object]],
-    fetches: list[tuple[int, int, int]],
-) -> None:
+def run(case: Case, host: Tensor, device: torch.device, results: list[dict[str, object]], fetches: list[tuple[int, int, int]]) -> None:
     """All variants of one case: resolve, then with the best of them retrieve by fetch shape and fused."""
     bench = Bench(case, host, device)
     best, cut = float("inf"), RESOLVE[case.batch][0]
     for parts, block, warps in RESOLVE[case.batch] if case.layers == 4 else RESOLVE[case.batch][:1]:
         shape = Shape(parts, block, warps, 32, 4)
-        us = attempt(
-            results, "resolve", bench, lambda: bench.resolve(shape), cut=(parts, block, warps)
-        )
+        us = attempt(results, "resolve", bench, lambda: bench.resolve(shape), cut=(parts, block, warps))
         if us < best:
             best, cut = us, (parts, block, warps)
     if not case.per_mille:
         attempt(results, "resident", bench, lambda: bench.resident(Shape(*cut, 32, 4)), cut=cut)
         attempt(results, "publish", bench, bench.publish)
-        attempt(
-            results,
-            "fused",
-            bench,
-            lambda: bench.retrieve(Shape(*cut, fetches[0][0], fetches[0][1], fused=True)),
-            cut=cut,
-        )
-        attempt(
-            results,
-            "retrieve",
-            bench,
-            lambda: bench.retrieve(Shape(*cut, *fetches[0])),
-            cut=cut,
-            fetch=fetches[0],
-        )
+        attempt(results, "fused", bench, lambda: bench.retrieve(Shape(*cut, fetches[0][0], fetches[0][1], fused=True)), cut=cut)
+        attempt(results, "retrieve", bench, lambda: bench.retrieve(Shape(*cut, *fetches[0])), cut=cut, fetch=fetches[0])
         return
     for fetch in fetches:
         shape = Shape(*cut, *fetch)

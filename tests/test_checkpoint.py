@@ -136,7 +136,7 @@ def test_a_failure_inside_a_step_ends_the_engine(
     while len(engine.requests[handle.id].tokens) < 3:
         engine.step()
 
-    def fail(*args: object) -> None:
+    def fail(*args: object, **named: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("kvpolicy.memory.decode.DecodeStep._retrieve", fail)
