@@ -100,7 +100,15 @@ def retrieve(
         if seat >= 0:
             own = slice(piece * rows.q, (piece + 1) * rows.q)
             _retrieve_piece(
-                store, rows, piece, seat, chosen[own].long(), rule, first, piece * place, location[own]
+                store,
+                rows,
+                piece,
+                seat,
+                chosen[own].long(),
+                rule,
+                first,
+                piece * place,
+                location[own],
             )
     return location
 

@@ -42,7 +42,8 @@ class Model:
     def key(self, name: str, slot: int, step: int) -> tuple[int, ...]:
         """The order of victims, told another way than by the rules' own integers."""
         if name == "clock":
-            lap = 0 if step - self.stamp[slot] // 2 >= self.age else 1
+            unused = step - self.stamp[slot] // 2
+            lap = 0 if unused >= self.age else 1 if unused >= self.age / 2 else 2
             return lap, (slot - self.hand) % self.capacity
         if name == "random":
             mixed = ((slot + 1) * 2654435761) ^ (step * 40503 + self.draws * 2246822519)
@@ -84,7 +85,7 @@ class Model:
         """A second lap lowers the age, victims within a third of the cache raise it."""
         laps = [self.key("clock", slot, step) for slot in order]
         if len(order) < count or any(lap for lap, _ in laps):
-            self.age = max(1, self.age - 1)
+            self.age = max(1, self.age - 2)
         elif max(ahead for _, ahead in laps) + 1 < self.capacity / 3:
             self.age += 1
 
