@@ -187,7 +187,7 @@ def test_a_registered_rule_chooses(registered: EvictionRule) -> None:
 
 
 def test_a_sweep_needs_stamps_and_laziness_a_step() -> None:
-    with pytest.raises(ValueError, match="'still': a sweep .* needs touch = True"):
+    with pytest.raises(ValueError, match=r"'still': a sweep .* needs touch = True"):
         EvictionRule("still", touch=False, key=None)
     with pytest.raises(ValueError, match="'never': lazy = 0: must be 1 or more"):
         EvictionRule("never", touch=True, key=None, lazy=0)

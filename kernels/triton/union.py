@@ -208,7 +208,8 @@ def _room_for(
             spare = 2 * step + 1
         granted += find_victims(
             maps, meta, map_frames, meta_frames, room, hand_at, draws_at, age_at, hand, draws, age,
-            capacity, used, step, stays - free, spare, KEY, True, PER_MAP, MAP_FRAME, PER_META, META_FRAME, BLOCK,
+            capacity, used, step, stays - free, spare, KEY, True,
+            PER_MAP, MAP_FRAME, PER_META, META_FRAME, BLOCK,
         )  # fmt: skip
     if free > 0:
         tl.store(used_at, used + free)
@@ -243,7 +244,7 @@ def _serve(
     free = 0
     granted = 0
     if missing > 0:
-        if TOUCH:
+        if TOUCH:  # noqa: SIM102 - a condition of the compiler's
             if (slots > 0) & (due == 0):
                 _again(
                     maps, meta, map_frames, meta_frames, wanted, location, total, entries, whole,
