@@ -31,6 +31,7 @@ def _take_slots(
 ):  # fmt: skip
     """Slots for entries first..first+count-1 of a mapped cache with room, into ``room``, and their map and
     metadata; what finds none is left out. Returns how many did."""
+    tl.debug_barrier()  # a scalar load is done by every thread: all have read used, hand, draws and age
     free = tl.minimum(capacity - used, count)
     granted = free
     if EVICT:  # noqa: SIM102 - a condition of the compiler's
