@@ -364,9 +364,12 @@ class Engine:
         return self.totals.report(self.steps, self.memory, self.control, self.model.weight_bytes)
 
     def record(self) -> dict[str, Any]:
-        """The run record: config, backend, versions, commit, machine, command."""
+        """The run record: config, backend, versions, commit, machine, command, and the rates of the link to
+        host memory (None on a CPU)."""
         config = self.config.model_dump(by_alias=True)
-        return run_record(config, str(self.device), self.model.backend)
+        rates = self.memory.link
+        link = None if rates is None else rates.as_dict()
+        return {**run_record(config, str(self.device), self.model.backend), "link": link}
 
     # --- life ------------------------------------------------------------------------------------
 

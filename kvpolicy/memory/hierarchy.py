@@ -14,6 +14,7 @@ from kvpolicy.kernels.memory_ops import MemoryOps, memory_ops
 from kvpolicy.memory import accounting
 from kvpolicy.memory.accounting import Reserve
 from kvpolicy.memory.arena import Arena
+from kvpolicy.memory.calibration import calibrate
 from kvpolicy.memory.commit import Accepted, Committer
 from kvpolicy.memory.counters import Counted, MemoryCounters
 from kvpolicy.memory.cuts import Cut, Holding, cuts_for, cuts_of_full
@@ -39,7 +40,7 @@ class Hierarchy:
 
     device_bytes, host_bytes: capacity of the two tiers. reserve: staging, in-flight rows and seats.
     floor_rows: hot rows per request and store that no budget goes below. ops: the kernels, None for
-    plain torch. poison: see Arena.
+    plain torch. poison: see Arena. link: how fast rows come from the host, None where that is not measured.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Hierarchy:
         self._check_fixed(device_bytes)
         self.arena = Arena(device_bytes, layout.frame_bytes, device, poison)
         self.host = HostPool(host_bytes, layout, pinned=device.type == "cuda")
+        self.link = calibrate(self.host.words, self.ops, device)
         self.requests: dict[int, RequestMemory] = {}
         self.suspended: dict[int, RequestMemory] = {}
         self._seats = list(range(reserve.seats))  # a heap: the lowest free seat first

@@ -94,7 +94,9 @@ class StoreTables:
             staging_rows=staging.items,
             inflight=inflight.paged.frames,
             counts=counts,
-            arrivals=torch.zeros_like(self.row_base),
+            arrivals=torch.zeros(
+                self.row_base.shape[0] + 2, dtype=torch.int64, device=self.row_base.device
+            ),
             layers=self.layout.store.n_layers,
             tokens_per_entry=self.layout.store.tokens_per_entry,
         )
