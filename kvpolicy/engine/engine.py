@@ -17,6 +17,7 @@ from kvpolicy.engine.clock import Clock
 from kvpolicy.engine.handle import RequestHandle, TokenStream
 from kvpolicy.engine.loop import ControlLoop, LoadView
 from kvpolicy.engine.metrics import Metrics, Progress, Sample
+from kvpolicy.engine.observer import StepObserver
 from kvpolicy.engine.prompt import Prompt, token_ids
 from kvpolicy.engine.reload import RunTimeChanges, changes, read
 from kvpolicy.engine.request import Request, RequestOutput, State
@@ -66,6 +67,7 @@ class Engine:
         self.requests: dict[int, Request] = {}
         self.totals = Metrics()
         self.residents = Residents(self.memory, self.scheduler, self.control, self.totals)
+        self.observer: StepObserver | None = None
         self._next_id = 0
         self.clock = Clock(self.config.clock)
         self._closed = False
@@ -207,7 +209,10 @@ class Engine:
         tokens = torch.tensor(batch.tokens, device=self.device)
         wanted = torch.tensor(batch.wanted, dtype=torch.int64, device=self.device)
         logits = self.model.forward(tokens, memory, wanted)
-        self.memory.commit(memory, [segment.count for segment in batch.segments])
+        accepted = [segment.count for segment in batch.segments]
+        self.memory.commit(memory, accepted)
+        if self.observer is not None:
+            self.observer(self.steps, memory, accepted)
         self.totals.decode_steps += any(segment.decode for segment in batch.segments)
         self._emit(batch, logits)
         self._account(started)
