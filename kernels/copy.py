@@ -92,6 +92,12 @@ def arena_to_arena(view: Tensor, source: Tensor, destination: Tensor) -> None:
         scatter(words, destination, gather(words, source))
 
 
+def put(view: Tensor, location: Tensor, items: Tensor) -> None:
+    """Write items [n, *item] of any dtype at distinct locations, int64 [n]; negative ones are skipped."""
+    kept = location >= 0
+    scatter(view, location[kept], items[kept])
+
+
 def _kept(source: Tensor, destination: Tensor) -> tuple[Tensor, Tensor]:
     kept = (source >= 0) & (destination >= 0)
     return source[kept], destination[kept]

@@ -13,18 +13,25 @@ from .resolve import Resolved, resolve_batch
 
 @dataclass(frozen=True, slots=True)
 class MemoryOps:
-    """resolve: see ``kernels.resolve.resolve_batch``; copies: see ``kernels.copy``."""
+    """resolve: see ``kernels.resolve.resolve_batch``; copies and put: see ``kernels.copy``."""
 
     resolve: Callable[..., Resolved]
     host_to_arena: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     arena_to_host: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     arena_to_arena: Callable[[Tensor, Tensor, Tensor], None]
+    put: Callable[[Tensor, Tensor, Tensor], None]
 
 
 def memory_ops(backend: str) -> MemoryOps:
     """``reference`` (plain torch) or ``triton``."""
     if backend == "reference":
-        return MemoryOps(resolve_batch, copy.host_to_arena, copy.arena_to_host, copy.arena_to_arena)
+        return MemoryOps(
+            resolve_batch,
+            copy.host_to_arena,
+            copy.arena_to_host,
+            copy.arena_to_arena,
+            copy.put,
+        )
     from .triton import copy as copy_triton
     from .triton.resolve import resolve_batch as resolve_triton
 
@@ -33,4 +40,5 @@ def memory_ops(backend: str) -> MemoryOps:
         copy_triton.host_to_arena,
         copy_triton.arena_to_host,
         copy_triton.arena_to_arena,
+        copy_triton.put,
     )

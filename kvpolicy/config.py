@@ -89,8 +89,9 @@ class EngineConfig(Settings):
     fallback controller decides (0: no deadline; none either where steps are the clock). decision_log:
     a file that every decision is appended to, as one JSON object a line. clock: ``wall``, or
     ``steps``: latencies counted in engine steps (one counts as 1 ms), the same in every run. bos:
-    put the beginning-of-sequence token first. validate: check_integrity() after every step (YAML
-    and keyword name ``validate``).
+    put the beginning-of-sequence token first. cuda_graphs: steps of plain decoding run as CUDA graphs
+    where device and backend can; off, the same calls one by one. validate: check_integrity() after
+    every step (YAML and keyword name ``validate``).
     """
 
     model_config = ConfigDict(populate_by_name=True)
@@ -114,6 +115,7 @@ class EngineConfig(Settings):
     dtype: Literal["float32"] = "float32"
     kv_dtype: Literal["float32", "bf16"] = "float32"
     bos: bool = False
+    cuda_graphs: bool = False
     validate_: bool = Field(default=False, alias="validate")
 
     @field_validator("controller", mode="plain")

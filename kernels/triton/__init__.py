@@ -8,3 +8,10 @@ that change from step to step are not specialised, and a pointer that may lose i
 realigned (``launch.aligned``), so a row always runs through the same instructions, in the same
 order, whatever stands beside it.
 """
+
+import os
+
+from ..interpreted import fix_dots
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    fix_dots()

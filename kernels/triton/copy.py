@@ -141,3 +141,41 @@ def arena_to_arena(view: Tensor, source: Tensor, destination: Tensor) -> None:
     side = arena_side(words)
     constants = plan(side, side, words.shape[2])
     _launch(words, source, words, destination, constants, ARENA_PROGRAMS)
+
+
+@triton.jit(do_not_specialize=["per"])
+def _put(
+    view, location, items, frame_stride, item_stride, per, width,
+    PIECE: tl.constexpr,
+):  # fmt: skip
+    """One item per program, converted to the view's dtype."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.load(location + row)
+    if at >= 0:
+        target = view + at // per * frame_stride + at % per * item_stride
+        start = 0
+        while start < width:
+            column = start + tl.arange(0, PIECE)
+            mask = column < width
+            value = tl.load(items + row * width + column, mask=mask)
+            tl.store(target + column, value.to(view.dtype.element_ty), mask=mask)
+            start += PIECE
+
+
+def put(view: Tensor, location: Tensor, items: Tensor) -> None:
+    """See :func:`kvpolicy.kernels.copy.put`. view: [F, per, width], its items contiguous."""
+    count, width = items.shape
+    if count:
+        kernel: Any = _put
+        piece = min(triton.next_power_of_2(width), PIECE_WORDS)
+        kernel[(count,)](
+            view,
+            location.contiguous(),
+            items.contiguous(),
+            view.stride(0),
+            view.stride(1),
+            view.shape[1],
+            width,
+            PIECE=piece,
+            num_warps=WARPS,
+        )

@@ -14,6 +14,7 @@ import torch
 from kvpolicy.config import EngineConfig, SamplingParams
 from kvpolicy.controllers import ControllerLike
 from kvpolicy.engine.clock import Clock
+from kvpolicy.engine.executor import Executor, Launched
 from kvpolicy.engine.handle import RequestHandle, TokenStream
 from kvpolicy.engine.loop import ControlLoop, LoadView
 from kvpolicy.engine.metrics import Metrics, Progress, Sample
@@ -22,7 +23,7 @@ from kvpolicy.engine.prompt import Prompt, token_ids
 from kvpolicy.engine.reload import RunTimeChanges, changes, read
 from kvpolicy.engine.request import Request, RequestOutput, State
 from kvpolicy.engine.residents import Residents
-from kvpolicy.engine.scheduler import Batch, Scheduler
+from kvpolicy.engine.scheduler import Scheduler
 from kvpolicy.errors import UserError
 from kvpolicy.kernels.memory_ops import memory_ops
 from kvpolicy.memory.accounting import Reserve
@@ -66,6 +67,12 @@ class Engine:
         self.scheduler = Scheduler(self.config.max_concurrency, self.config.prefill_chunk)
         self.requests: dict[int, Request] = {}
         self.totals = Metrics()
+        self.executor = Executor(
+            self.model, self.memory, self.config.max_concurrency, self.config.cuda_graphs
+        )
+        # Where steps are the clock a request ends at the step that decides its last token.
+        self._runs_ahead = self.executor.runs_ahead and self.config.clock == "wall"
+        self._launched: Launched | None = None
         self.residents = Residents(self.memory, self.scheduler, self.control, self.totals)
         self.observer: StepObserver | None = None
         self._next_id = 0
@@ -198,23 +205,25 @@ class Engine:
     def _step(self) -> bool:
         started = time.perf_counter()
         self._expire()
-        if self.control.is_due(self.steps):
+        decided = self.control.is_due(self.steps)
+        if decided:
             self.control.step(self.memory, self._load())
         self.residents.admit(self.steps)
         self.residents.grow(self.steps)
         batch = self.scheduler.batch()
-        if not batch.segments:
+        if not batch and self._launched is None:
             return False
-        memory = self.memory.begin_step(batch.segments, self.steps)
-        tokens = torch.tensor(batch.tokens, device=self.device)
-        wanted = torch.tensor(batch.wanted, dtype=torch.int64, device=self.device)
-        logits = self.model.forward(tokens, memory, wanted)
-        accepted = [segment.count for segment in batch.segments]
-        self.memory.commit(memory, accepted)
-        if self.observer is not None:
-            self.observer(self.steps, memory, accepted)
-        self.totals.decode_steps += any(segment.decode for segment in batch.segments)
-        self._emit(batch, logits)
+        launched = self.executor.launch(batch, self.steps) if batch else None
+        if self.observer is not None and launched is not None:
+            self.observer(self.steps, batch)
+        self.totals.decode_steps += bool(batch.decode)
+        if decided and self._runs_ahead:
+            self.memory.send_counts()
+        before, self._launched = self._launched, launched
+        self._emit(before)
+        if not self._runs_ahead:
+            self._emit(launched)
+            self._launched = None
         self._account(started)
         return True
 
@@ -240,18 +249,18 @@ class Engine:
             preemptions=self.totals.preemptions,
             tokens=self.totals.generated_tokens,
             seconds=0.0 if self.clock.counts_steps else self.totals.busy_seconds,
+            late=self._runs_ahead,
         )
 
-    def _emit(self, batch: Batch, logits: torch.Tensor) -> None:
-        """Advance every computed request, and choose a token where one is due."""
-        for segment in batch.segments:
-            request = self.requests[segment.request_id]
-            request.computed += segment.count
-            if segment.last_prompt_row:
-                request.move(State.DECODE)
-        for request, row in zip(batch.emits, logits.cpu().numpy(), strict=True):
-            if request.take(row) is not None:
-                self.totals.generated_tokens += 1
+    def _emit(self, launched: Launched | None) -> None:
+        """Give out the tokens of a step, waiting for it."""
+        if launched is None:
+            return
+        for request, token, row in launched.tokens():
+            if request.state is State.FINISHED:  # cancelled, or ended by the token before
+                continue
+            request.take(token, row)
+            self.totals.generated_tokens += token is not None
             if request.state is State.FINISHED:
                 self._retire(request)
 
@@ -320,12 +329,12 @@ class Engine:
         )
 
     def sample(self) -> Sample:
-        """The engine at this moment (on a GPU this waits for the device)."""
-        usage, decode, waiting = (
-            self.memory.usage(),
-            self.memory.counters.decode,
-            self.scheduler.waiting,
-        )
+        """The engine at this moment; where the device runs ahead, retrieval as of some steps ago."""
+        usage, waiting = self.memory.usage(), self.scheduler.waiting
+        retrieval = self.memory.counters.retrieval
+        late = self._runs_ahead and bool(self.scheduler.running)
+        counted = retrieval.received() if late else retrieval.read()
+        decode = counted.decode
         return Sample(
             step=self.steps,
             time=self.clock.now(),
@@ -338,7 +347,7 @@ class Engine:
             selected_rows=decode.selected_rows,
             unique_rows=decode.unique_rows,
             fetched_rows=decode.fetched_rows,
-            host_to_device_bytes=self.memory.counters.host_to_device_bytes,
+            host_to_device_bytes=counted.host_to_device_bytes + self.memory.counters.moved_bytes,
             generated_tokens=self.totals.generated_tokens,
             decode_steps=self.totals.decode_steps,
             finished=self.totals.finished,

@@ -14,7 +14,7 @@ from kvpolicy.controllers.registry import ControllerLike, make
 from kvpolicy.engine.following import Follower
 from kvpolicy.engine.reload import RunTimeChanges
 from kvpolicy.engine.request import Request, State
-from kvpolicy.memory.counters import RetrievalCounters
+from kvpolicy.memory.counters import Counted, RetrievalCounters
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.layout import Layout
 from kvpolicy.memory.rule import CacheRule, Eviction
@@ -40,6 +40,7 @@ class LoadView:
     """What the control loop must know of the engine besides memory; counts since the start.
 
     queue_bytes: device bytes that waiting requests need to start, in order, as many as have seats.
+    late: the device runs ahead; its counters are taken as last sent.
     """
 
     step: int
@@ -52,6 +53,7 @@ class LoadView:
     preemptions: int
     tokens: int
     seconds: float
+    late: bool = False
 
 
 def store_views(layout: Layout) -> tuple[StoreView, ...]:
@@ -187,9 +189,10 @@ class ControlLoop:
         if not load.running:
             return
         step = load.step
+        counted = memory.counters.retrieval.received() if load.late else memory.counted()
         now = _Baseline(
             step,
-            memory.counters.host_to_device_bytes,
+            counted.host_to_device_bytes + memory.counters.moved_bytes,
             load.arrivals,
             load.finished,
             load.seconds,
@@ -197,16 +200,17 @@ class ControlLoop:
             load.preemptions,
             load.tokens,
         )
-        observation = self._observe(now, memory, load)
+        observation = self._observe(now, memory, load, counted)
         if self._follower is not None:
             curves = self._follower.curves(memory, observation.requests)
             observation = replace(observation, curves=curves)
         self._base, self._due = now, False
         memory.set_budgets(self.decider.decide(observation).projected.budgets)
 
-    def _observe(self, now: _Baseline, memory: Hierarchy, load: LoadView) -> Observation:
+    def _observe(
+        self, now: _Baseline, memory: Hierarchy, load: LoadView, counted: Counted
+    ) -> Observation:
         usage, waiting = memory.usage(), load.waiting
-        seats = memory.counters.retrieval.by_seat()
         base = self._base
         steps = now.step - base.step
         return Observation(
@@ -225,7 +229,7 @@ class ControlLoop:
             step_seconds=(now.seconds - base.seconds) / steps if steps else 0.0,
             host_to_device_bytes=now.host_to_device_bytes - base.host_to_device_bytes,
             stores=self.stores,
-            requests=tuple(self._view(r, memory, now.step, seats) for r in load.running),
+            requests=tuple(self._view(r, memory, now.step, counted) for r in load.running),
             seats_free=load.seats_free,
             queue_bytes=load.queue_bytes,
             shortages=now.shortages - base.shortages,
@@ -236,11 +240,12 @@ class ControlLoop:
         )
 
     def _view(
-        self, request: Request, memory: Hierarchy, step: int, seats: Sequence[RetrievalCounters]
+        self, request: Request, memory: Hierarchy, step: int, counted: Counted
     ) -> RequestView:
         held = memory.requests[request.id]
-        count = seats[held.seat]
-        new = count.since(self._seen.get(request.id, RetrievalCounters()))
+        seen = self._seen.get(request.id, RetrievalCounters())
+        count = counted.by_request.get(request.id, seen)
+        new = count.since(seen)
         self._seen[request.id] = count
         return RequestView(
             request_id=request.id,

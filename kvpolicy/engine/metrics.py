@@ -121,7 +121,8 @@ class Metrics:
         self, steps: int, memory: Hierarchy, control: ControlLoop, weight_bytes: int
     ) -> dict[str, Any]:
         """JSON-ready. Rates speak of decode; prompt retrieval is under ``prefill``."""
-        decode, prefill = memory.counters.retrieval.totals()
+        counted = memory.counters.retrieval.read()
+        decode, prefill = counted.decode, counted.prefill
         usage = memory.usage()
         seconds = self.busy_seconds
         return {

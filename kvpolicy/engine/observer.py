@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
-from kvpolicy.memory.step import StepMemory
+from kvpolicy.engine.scheduler import Batch
 
 
 class StepObserver(Protocol):
-    """Called after every commit, before tokens are emitted: the requests of the step are all there
-    still. It runs between two steps' work, so it should wait for nothing on the device.
+    """Called once per step, when its work has been launched and committed and no token of it has been
+    emitted: its requests are all on the device still. Their last selections are in the device's
+    tables (``StoreTables.recent``) until the next step. It should wait for nothing.
 
-    step: engine step. memory: the step's segments, requests and selections. accepted: rows of each
-    segment that were committed.
+    step: engine step. batch: what was computed; positions have moved on already.
     """
 
-    def __call__(self, step: int, memory: StepMemory, accepted: Sequence[int], /) -> None: ...
+    def __call__(self, step: int, batch: Batch, /) -> None: ...

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvpolicy.config import SamplingParams
 from kvpolicy.engine.clock import Clock
 from kvpolicy.errors import IntegrityError
-from kvpolicy.sampling import choose_token
+from kvpolicy.memory.decode import UNKNOWN
 from kvpolicy.telemetry.latency import Latencies
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,8 @@ class RequestOutput:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request inside the engine. computed: tokens whose rows are committed. stops: stop texts.
+    """A request inside the engine. computed: tokens whose rows are committed. issued: tokens that have
+    been decided, of which the last may be known to the device only. stops: stop texts.
 
     waiting_since: engine step at which it came, or was preempted. Times are the clock's seconds:
     arrived, admitted (first time), first_token, last_token; expires: when it is given up.
@@ -93,6 +94,7 @@ class Request:
     preemptions: int = 0
     expires: float | None = None
     computed: int = 0
+    issued: int = 0
     tokens: list[int] = field(default_factory=list)
     finish_reason: str = ""
     admitted: float | None = None
@@ -140,20 +142,34 @@ class Request:
         return len(self.prompt) + self.params.max_new_tokens
 
     def token_at(self, position: int) -> int:
-        """Token id at a position of prompt + generation."""
+        """Token id at a position of prompt + generation, UNKNOWN where only the device knows it yet."""
         past = position - len(self.prompt)
-        return self.prompt[position] if past < 0 else self.tokens[past]
+        if past < 0:
+            return self.prompt[position]
+        return self.tokens[past] if past < len(self.tokens) else UNKNOWN
 
-    def take(self, row: NDArray[np.float32]) -> int | None:
-        """Choose the next token from its logits and note it; finish where it ends the request.
+    @property
+    def next_position(self) -> int:
+        """Where the token goes that is decided next."""
+        return len(self.prompt) + self.issued
 
-        Returns the token, or None if the row is not finite (finish_reason error).
+    def advance(self, rows: int) -> None:
+        """``rows`` more rows are committed; the last of a prompt, and each later one, decides a token."""
+        self.computed += rows
+        if self.state is State.PREFILL and self.computed == len(self.prompt):
+            self.move(State.DECODE)
+        if self.state is State.DECODE:
+            self.issued += 1
+
+    def take(self, token: int | None, row: NDArray[np.float32]) -> None:
+        """Note the next token and the logits that decided it; finish where it ends the request.
+
+        token: None where the logits are not finite (finish_reason error).
         """
-        if not np.isfinite(row).all():
+        if token is None:
             log.error("request %d ended: its logits are not finite", self.id)
             self.finish("error")
-            return None
-        token = choose_token(row, self.params, len(self.prompt) + len(self.tokens))
+            return
         self._digest.update(row.tobytes())
         self.tokens.append(token)
         self.last_token = self.clock.now()
@@ -165,7 +181,6 @@ class Request:
             self.finish("stop")
         elif len(self.tokens) >= self.params.max_new_tokens:
             self.finish("length")
-        return token
 
     def _hit_stop(self) -> bool:
         """Cut the text where a stop text has just been completed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvpolicy.engine.request import Request, State
@@ -11,15 +12,43 @@ from kvpolicy.memory.segments import Segment
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's work. tokens: one per row. wanted: rows whose logits decide a token.
+    """One step's work. decode: requests that compute one row each. prompts: others, and how many rows
+    of their prompts each computes."""
 
-    emits: the request of each wanted row.
-    """
+    decode: tuple[Request, ...]
+    prompts: tuple[tuple[Request, int], ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.decode or self.prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of one step, segment by segment. tokens: one per row. wanted: rows whose logits decide a
+    token. emits: the request of each wanted row."""
 
     segments: tuple[Segment, ...]
     tokens: tuple[int, ...]
     wanted: tuple[int, ...]
     emits: tuple[Request, ...]
+
+    @classmethod
+    def of(cls, work: Iterable[tuple[Request, int]]) -> Rows:
+        """The next ``count`` rows of each request."""
+        segments: list[Segment] = []
+        tokens: list[int] = []
+        wanted: list[int] = []
+        emits: list[Request] = []
+        for request, count in work:
+            start, position = len(tokens), request.computed
+            decode = request.state is State.DECODE
+            last = not decode and position + count == len(request.prompt)
+            segments.append(Segment(request.id, start, count, position, decode, last))
+            tokens.extend(request.token_at(position + i) for i in range(count))
+            if decode or last:
+                wanted.append(start + count - 1)
+                emits.append(request)
+        return cls(tuple(segments), tuple(tokens), tuple(wanted), tuple(emits))
 
 
 class Scheduler:
@@ -67,23 +96,16 @@ class Scheduler:
             self.waiting.remove(request)
 
     def batch(self) -> Batch:
-        """Rows of the next step (none if nothing runs)."""
-        segments: list[Segment] = []
-        tokens: list[int] = []
-        wanted: list[int] = []
-        emits: list[Request] = []
+        """The next step's work (none if nothing runs). A request all of whose tokens are decided waits
+        for them to be read."""
+        decode: list[Request] = []
+        prompts: list[tuple[Request, int]] = []
         left = self.prefill_chunk
         for request in self.running:
-            decode = request.state is State.DECODE
-            count = 1 if decode else min(left, len(request.prompt) - request.computed)
-            if count == 0:
-                continue
-            left -= 0 if decode else count
-            start, position = len(tokens), request.computed
-            last = not decode and position + count == len(request.prompt)
-            segments.append(Segment(request.id, start, count, position, decode, last))
-            tokens.extend(request.token_at(position + i) for i in range(count))
-            if decode or last:
-                wanted.append(start + count - 1)
-                emits.append(request)
-        return Batch(tuple(segments), tuple(tokens), tuple(wanted), tuple(emits))
+            if request.state is State.DECODE:
+                if request.issued < request.params.max_new_tokens:
+                    decode.append(request)
+            elif count := min(left, len(request.prompt) - request.computed):
+                left -= count
+                prompts.append((request, count))
+        return Batch(tuple(decode), tuple(prompts))

@@ -5,6 +5,8 @@ Retrieval counts on the device, without waiting for it; a reader asks for a snap
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import torch
@@ -47,6 +49,54 @@ class RetrievalCounters:
 WIDTH = len(fields(RetrievalCounters))
 
 
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Retrieval up to some moment. by_request: of decode rows, since each took its seat. decode,
+    prefill: of all requests ever."""
+
+    by_request: dict[int, RetrievalCounters]
+    decode: RetrievalCounters
+    prefill: RetrievalCounters
+
+    @property
+    def host_to_device_bytes(self) -> int:
+        """Bytes fetched for attention."""
+        return self.decode.host_to_device_bytes + self.prefill.host_to_device_bytes
+
+
+NOTHING = Counted({}, RetrievalCounters(), RetrievalCounters())
+
+
+class _Snapshot:
+    """Counters on their way to the host."""
+
+    def __init__(self, table: Tensor, seats: int, seat_of: Mapping[int, int]) -> None:
+        self._seats, self._seat_of = seats, dict(seat_of)
+        self._table, self._done = table, None
+        if table.device.type == "cuda":
+            self._table = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+            self._table.copy_(table, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    @property
+    def ready(self) -> bool:
+        return self._done is None or self._done.query()
+
+    def read(self) -> Counted:
+        """Waits until it is ready."""
+        if self._done is not None:
+            self._done.synchronize()
+        live, seats = self._table, self._seats
+        totals = live[: 2 * seats].view(2, seats, WIDTH).sum(1) + live[2 * seats :]
+        decode, prefill = (RetrievalCounters(*row) for row in totals.tolist())
+        own = {
+            request: RetrievalCounters(*live[seat].tolist())
+            for request, seat in self._seat_of.items()
+        }
+        return Counted(own, decode, prefill)
+
+
 class RetrievalCounts:
     """The counters of all seats on the device, in the order of RetrievalCounters' fields.
 
@@ -55,8 +105,10 @@ class RetrievalCounts:
 
     def __init__(self, seats: int, device: torch.device) -> None:
         self.seats = seats
-        self._live = torch.zeros((2 * seats, WIDTH), dtype=torch.int64, device=device)
-        self._ended = torch.zeros((2, WIDTH), dtype=torch.int64, device=device)
+        self._table = torch.zeros((2 * seats + 2, WIDTH), dtype=torch.int64, device=device)
+        self._live, self._ended = self._table[:-2], self._table[-2:]
+        self._sent: deque[_Snapshot] = deque()
+        self._latest = NOTHING
 
     def row(self, seat: int, decode: bool) -> int:
         """Where a seat is counted."""
@@ -72,15 +124,24 @@ class RetrievalCounts:
         self._ended += own
         own.zero_()
 
-    def totals(self) -> tuple[RetrievalCounters, RetrievalCounters]:
-        """Decode and prefill, of all requests ever. Waits for the device."""
-        live = self._live.view(2, self.seats, WIDTH).sum(1)
-        decode, prefill = (live + self._ended).tolist()
-        return RetrievalCounters(*decode), RetrievalCounters(*prefill)
+    @property
+    def by_seat(self) -> Tensor:
+        """int64 [2 * seats, WIDTH] on the device: decode rows of all seats, then prompt rows."""
+        return self._live
 
-    def by_seat(self) -> list[RetrievalCounters]:
-        """Decode retrieval of whoever sits there, since the seat was taken. Waits for the device."""
-        return [RetrievalCounters(*row) for row in self._live[: self.seats].tolist()]
+    def read(self, seat_of: Mapping[int, int] | None = None) -> Counted:
+        """As of now; waits for the device. seat_of: the seats of the requests that sit."""
+        return _Snapshot(self._table, self.seats, seat_of or {}).read()
+
+    def send(self, seat_of: Mapping[int, int]) -> None:
+        """Send the counters, as they will be when the work launched so far is done, to the host."""
+        self._sent.append(_Snapshot(self._table, self.seats, seat_of))
+
+    def received(self) -> Counted:
+        """The newest counters that have arrived of those sent. Waits for nothing."""
+        while self._sent and self._sent[0].ready:
+            self._latest = self._sent.popleft().read()
+        return self._latest
 
 
 class MemoryCounters:
@@ -105,15 +166,14 @@ class MemoryCounters:
     @property
     def decode(self) -> RetrievalCounters:
         """Retrieval for rows that extend generations."""
-        return self.retrieval.totals()[0]
+        return self.retrieval.read().decode
 
     @property
     def prefill(self) -> RetrievalCounters:
         """Retrieval for prompt rows."""
-        return self.retrieval.totals()[1]
+        return self.retrieval.read().prefill
 
     @property
     def host_to_device_bytes(self) -> int:
         """All bytes copied from host to device."""
-        decode, prefill = self.retrieval.totals()
-        return decode.host_to_device_bytes + prefill.host_to_device_bytes + self.moved_bytes
+        return self.retrieval.read().host_to_device_bytes + self.moved_bytes

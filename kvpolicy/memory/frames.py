@@ -9,6 +9,11 @@ from collections.abc import Hashable, Iterable
 from kvpolicy.errors import CapacityError, IntegrityError
 
 
+def kind_of(owner: Hashable) -> Hashable:
+    """What an owner holds frames for: the first part of its name."""
+    return owner[0] if isinstance(owner, tuple) and owner else owner
+
+
 class FrameAllocator:
     """Hands out equal frames of one arena, lowest number first, and remembers each owner.
 
@@ -22,6 +27,7 @@ class FrameAllocator:
         self._free = list(range(num_frames))  # a heap: the lowest free frame first
         self._owner: dict[int, Hashable] = {}
         self._held: Counter[Hashable] = Counter()
+        self._kinds: Counter[Hashable] = Counter()
         self._peak = 0
 
     @property
@@ -57,6 +63,7 @@ class FrameAllocator:
             self._owner[frame] = owner
         if count:
             self._held[owner] += count
+            self._kinds[kind_of(owner)] += count
         self._peak = max(self._peak, self.used)
         return frames
 
@@ -74,12 +81,17 @@ class FrameAllocator:
             heapq.heappush(self._free, frame)
         if frames:
             self._held[owner] -= len(frames)
+            self._kinds[kind_of(owner)] -= len(frames)
             if not self._held[owner]:
                 del self._held[owner]
 
     def owners(self) -> dict[Hashable, int]:
         """Frames held, by owner."""
         return dict(self._held)
+
+    def held_for(self, kind: Hashable) -> int:
+        """Frames held by owners of this kind."""
+        return self._kinds[kind]
 
     def check_integrity(self) -> None:
         """IntegrityError unless every frame is exactly free or owned, once."""
@@ -90,6 +102,11 @@ class FrameAllocator:
             raise IntegrityError("the free list lost its order")
         if Counter(self._owner.values()) != self._held:
             raise IntegrityError("the frames counted by owner differ from those owned")
+        kinds: Counter[Hashable] = Counter()
+        for owner, count in self._held.items():
+            kinds[kind_of(owner)] += count
+        if kinds != self._kinds:
+            raise IntegrityError("the frames counted by kind differ from those owned")
         both = free & self._owner.keys()
         if both:
             raise IntegrityError(f"frames {sorted(both)[:8]} are free and owned")

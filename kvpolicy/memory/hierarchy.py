@@ -15,8 +15,9 @@ from kvpolicy.memory import accounting
 from kvpolicy.memory.accounting import Reserve
 from kvpolicy.memory.arena import Arena
 from kvpolicy.memory.commit import Accepted, Committer
-from kvpolicy.memory.counters import MemoryCounters
+from kvpolicy.memory.counters import Counted, MemoryCounters
 from kvpolicy.memory.cuts import Cut, Holding, cuts_for, cuts_of_full
+from kvpolicy.memory.decode import DecodeInputs, DecodeStep
 from kvpolicy.memory.host_pool import HostPool
 from kvpolicy.memory.hot_cache import Load, keep_order
 from kvpolicy.memory.layout import Layout, StoreLayout
@@ -24,8 +25,8 @@ from kvpolicy.memory.request import GROWTH_TOKENS, RequestMemory
 from kvpolicy.memory.rule import CacheRule
 from kvpolicy.memory.segments import Segment
 from kvpolicy.memory.step import StepMemory
-from kvpolicy.memory.tables import make_tables
-from kvpolicy.memory.usage import MemoryUsage, floor_frames, measure
+from kvpolicy.memory.tables import SharedTables, make_tables
+from kvpolicy.memory.usage import MemoryUsage, all_floors, measure
 
 
 def _mib(size: int) -> str:
@@ -86,6 +87,11 @@ class Hierarchy:
                 f"in-flight rows ({self.reserve.inflight_rows}) alone take "
                 f"{_mib(self._shared * self.layout.frame_bytes)} MiB",
             )
+
+    @property
+    def tables(self) -> SharedTables:
+        """The device tables of all seats."""
+        return self._tables
 
     # --- admission -------------------------------------------------------------------------------
 
@@ -291,17 +297,13 @@ class Hierarchy:
         rule = RULES[self.rule.eviction]
         self._committer.commit(step, kept, rule, self.rule.admit_newest)
         for one in kept:
-            one.request.committed += one.count
+            one.request.advance(one.count, step.step, one.segment.decode)
             if one.segment.last_prompt_row:
-                self._seed(step, one.request, one.segment)
+                self._seed(one.request, step.step)
 
-    def _seed(self, step: StepMemory, request: RequestMemory, segment: Segment) -> None:
+    def _seed(self, request: RequestMemory, step: int) -> None:
         """Fill mapped hot caches once the prompt is done. Depends on the last row only, not on chunks."""
-        last = segment.stop - 1
         for store in self.layout.stores:
-            for selector in self.layout.geometry.selectors_of(store.store.name):
-                chosen = step.selection(selector)[last]
-                request.note_selected(store.index, ~step.step, chosen)  # of this row alone
             hot = request.hot[store.index]
             if hot.full or not hot.capacity:
                 continue
@@ -311,7 +313,48 @@ class Hierarchy:
             else:
                 recent = request.recent(store.index)
                 entries = keep_order(recent, committed, hot.capacity, self.arena.device)
-            hot.seed(entries, self._loader(request, store), step.step)
+            hot.seed(entries, self._loader(request, store), step)
+
+    # --- one step of plain decoding --------------------------------------------------------------
+
+    def decodes_at_once(self, rows: int) -> bool:
+        """Whether staging holds all that ``rows`` rows of plain decoding can miss."""
+        return rows * self.layout.topk <= self.reserve.staging_rows
+
+    def decode_step(
+        self, inputs: DecodeInputs, most_tokens: int, segments: Sequence[Segment] = ()
+    ) -> DecodeStep:
+        """A step of one row per request; see DecodeStep. Nothing is read or written before it is used."""
+        return DecodeStep(
+            self.layout,
+            self._tables,
+            self.host,
+            self.ops,
+            RULES[self.rule.eviction],
+            self.rule.admit_newest,
+            self.counters,
+            inputs,
+            most_tokens,
+            segments,
+        )
+
+    def decoding(self, request_id: int) -> RequestMemory:
+        """A request that may decode one more row: IntegrityError without room for it."""
+        request = self.requests[request_id]
+        if request.committed + 1 > request.reserved:
+            raise IntegrityError(
+                f"request {request_id} has no room beyond {request.reserved} tokens"
+            )
+        return request
+
+    def advance(self, requests: Sequence[RequestMemory], step: int) -> None:
+        """Each of these requests has committed one row in a decode step."""
+        for request in requests:
+            for store in self.layout.stores:
+                done = (request.committed + 1) % store.store.tokens_per_entry == 0
+                if done:
+                    self.counters.device_to_host_bytes += store.record.bytes + store.key.bytes
+            request.advance(1, step, decode=True)
 
     # --- budgets ---------------------------------------------------------------------------------
 
@@ -369,6 +412,19 @@ class Hierarchy:
         for request in self.requests.values():
             request.trace = None
 
+    # --- counters --------------------------------------------------------------------------------
+
+    def _seats_taken(self) -> dict[int, int]:
+        return {number: request.seat for number, request in self.requests.items()}
+
+    def counted(self) -> Counted:
+        """What retrieval did so far; waits for the device."""
+        return self.counters.retrieval.read(self._seats_taken())
+
+    def send_counts(self) -> None:
+        """Have it counted up to the work launched so far, for :meth:`RetrievalCounts.received`."""
+        self.counters.retrieval.send(self._seats_taken())
+
     # --- reports ---------------------------------------------------------------------------------
 
     def usage(self) -> MemoryUsage:
@@ -377,9 +433,8 @@ class Hierarchy:
 
     def optional_bytes(self) -> int:
         """Bytes of hot rows beyond the floor."""
-        hot = sum(cache.num_frames for request in self.requests.values() for cache in request.hot)
-        floor = sum(floor_frames(r, self.floor_rows) for r in self.requests.values())
-        return (hot - floor) * self.layout.frame_bytes
+        floor = all_floors(self.requests.values(), self.floor_rows)
+        return (self.arena.frames.held_for("hot") - floor) * self.layout.frame_bytes
 
     def check_integrity(self) -> None:
         """IntegrityError unless both tiers, all tables and all copies agree."""

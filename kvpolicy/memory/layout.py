@@ -108,6 +108,25 @@ class Layout:
         """The layout of the store that a selector reads."""
         return self._by_name[selector.store]
 
+    def owner(self, layer: int) -> StoreLayout:
+        """The store that holds a layer's rows. ValueError if it owns none."""
+        for store in self.stores:
+            if layer in store.store.layers:
+                return store
+        raise ValueError(f"layer {layer} owns no rows")
+
+    def read_by(self, layer: int) -> StoreLayout:
+        """The store that a layer attends. ValueError if it reads none."""
+        selector = self.geometry.selector_of_layer(layer)
+        if selector is None:
+            raise ValueError(f"layer {layer} reads no store")
+        return self.of(selector)
+
+    def row_view(self, layer: int, records: torch.Tensor) -> torch.Tensor:
+        """Of an arena view of records, the row that a layer attends: [F, per, width], strided."""
+        at = self.geometry.row_of_layer(layer)
+        return records[..., at, :]
+
     def item(self, shape: tuple[int, ...], dtype: torch.dtype) -> Item:
         """An item kind of this arena. ValueError if one item exceeds a frame."""
         per_frame = self.frame_bytes // _item_bytes(shape, dtype)

@@ -22,7 +22,7 @@ TRACE_LENGTH = 256
 NOWHERE = -1
 
 Selected = tuple[int, int, int, Tensor]
-"""(store, step, committed tokens, chosen) of one retrieval, as note_selected was told."""
+"""(store, step, committed tokens, chosen) of one decode row; all selectors of the store together."""
 SelectionTrace = deque[Selected]
 
 
@@ -49,8 +49,9 @@ class RequestMemory:
         self.pinned: list[Table] = []
         self.hot: list[HotCache] = []
         self.saved_pinned: list[Tensor] = []
-        self._recent: list[list[Tensor]] = [[] for _ in layout.stores]
-        self._recent_step = [-1] * len(layout.stores)
+        self._tables: SharedTables | None = None
+        self._saved_recent: list[Tensor] = []
+        self.has_selected = False
         self.trace: SelectionTrace | None = None
 
     # --- the device part -------------------------------------------------------------------------
@@ -60,7 +61,10 @@ class RequestMemory:
 
         Raises CapacityError and takes nothing if the frames do not suffice.
         """
-        self.seat, self.reserved = seat, tokens
+        self.seat, self.reserved, self._tables = seat, tokens, tables
+        for own, saved in zip(tables.stores, self._saved_recent, strict=False):
+            own.recent[seat] = saved.to(own.recent.device)
+        self._saved_recent = []
         try:
             self._allocate(arena, tables)
         except CapacityError:
@@ -121,9 +125,8 @@ class RequestMemory:
     def suspend(self) -> None:
         """Leave the device, with all that only the device had saved on the host."""
         self.saved_pinned = [table.paged.prefix(table.items).cpu() for table in self.pinned]
-        # What stays of the last selections is a few numbers of the host, no view of a step.
-        found = [self.recent(store.index) for store in self.layout.stores]
-        self._recent = [[] if entries is None else [entries.cpu()] for entries in found]
+        assert self._tables is not None
+        self._saved_recent = [own.recent[self.seat].cpu() for own in self._tables.stores]
         self.trace = None
         self.leave()
 
@@ -140,27 +143,24 @@ class RequestMemory:
         """Entries of a store that are complete and durable."""
         return self.layout.stores[store].store.entries(self.committed)
 
-    def note_selected(self, store: int, step: int, chosen: Tensor) -> None:
-        """Remember what a step selected of a store; all its selectors together. chosen: int64,
-        any shape, with negative numbers as padding. Nothing waits for the device here."""
-        if self.trace is not None and step >= 0:
-            # A copy: the row alone, not the tensor of all rows that it is a view of.
-            self.trace.append((store, step, self.committed, chosen.clone()))
-        if self._recent_step[store] != step:
-            self._recent_step[store] = step
-            self._recent[store] = []
-        self._recent[store].append(chosen)
+    def advance(self, tokens: int, step: int, decode: bool) -> None:
+        """``tokens`` more are committed, whose last row has selected. Nothing waits for the device."""
+        if decode and self.trace is not None and self._tables is not None:
+            for own in self._tables.stores:
+                chosen = own.recent[self.seat].clone()
+                self.trace.append((own.layout.index, step, self.committed, chosen))
+        self.committed += tokens
+        self.has_selected = True
 
     def follow(self) -> None:
         """Keep the selections from now on in ``trace``, as many as TRACE_LENGTH."""
         self.trace = deque(maxlen=TRACE_LENGTH)
 
     def recent(self, store: int) -> Tensor | None:
-        """Committed entries that the last step selected, ascending; None if nothing was selected."""
-        if not self._recent[store]:
+        """Committed entries that the last row selected, ascending; None if nothing was selected."""
+        if not self.has_selected or self._tables is None:
             return None
-        chosen = torch.cat([selection.flatten() for selection in self._recent[store]])
-        entries: Tensor = torch.unique(chosen)
+        entries: Tensor = torch.unique(self._tables.stores[store].recent[self.seat])
         return entries[(entries >= 0) & (entries < self.committed_entries(store))]
 
     def check_integrity(self) -> None:

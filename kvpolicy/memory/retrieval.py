@@ -157,7 +157,6 @@ class Retriever:
         staged = (found.location < 0) & (wanted.entries != PAD)
         where = self._fetch(store, wanted, found.location, found.missed, staged)
         if first:
-            self._note(store, chosen, pieces)
             self._count(store, wanted, old, found.missed, staged)
         else:
             self._count_again(store, wanted, staged)
@@ -240,11 +239,6 @@ class Retriever:
         return torch.cat(parts)
 
     # --- bookkeeping -----------------------------------------------------------------------------
-
-    def _note(self, store: StoreLayout, chosen: Tensor, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
-            rows = chosen[piece.start : piece.stop]
-            piece.request.note_selected(store.index, self._step, rows)
 
     def _count(
         self, store: StoreLayout, wanted: _Wanted, old: Tensor, missed: Tensor, staged: Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -16,12 +17,12 @@ from kvpolicy.memory.segments import Segment
 class StepRows:
     """One number per row of the step. All int64 [n], on the device.
 
-    positions: in its request. segment: which segment it is of. seat: of its request.
+    positions: in its request. seat: of its request. last: int64 [segments], each segment's last row.
     """
 
     positions: Tensor
-    segment: Tensor
     seat: Tensor
+    last: Tensor
     _committed: Tensor
     _shift: Tensor
 
@@ -31,15 +32,17 @@ class StepRows:
         segments: Sequence[Segment],
         device: torch.device,
     ) -> None:
-        numbers: tuple[list[int], ...] = ([], [], [], [], [])
-        for i, (request, own) in enumerate(zip(requests, segments, strict=True)):
-            each = (i, request.seat, own.position, own.start - own.position)
+        numbers: tuple[list[int], ...] = ([], [], [], [])
+        for request, own in zip(requests, segments, strict=True):
+            each = (request.seat, own.position, own.start - own.position)
             for into, value in zip(numbers[1:], each, strict=True):
                 into += [value] * own.count
             numbers[0].extend(range(own.position, own.position + own.count))
-        table = torch.tensor(numbers, dtype=torch.int64).to(device)
-        self.positions, self.segment, self.seat, self._committed, self._shift = table
-        self.index = torch.arange(table.shape[1], device=device)
+        n, last = len(numbers[0]), [own.stop - 1 for own in segments]
+        flat = torch.tensor([*itertools.chain(*numbers), *last], dtype=torch.int64).to(device)
+        self.positions, self.seat, self._committed, self._shift = flat[: 4 * n].view(4, n)
+        self.last = flat[4 * n :]
+        self.index = torch.arange(n, device=device)
         self.device = device
 
     def committed(self, store: StoreLayout, start: int, stop: int) -> Tensor:

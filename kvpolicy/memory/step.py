@@ -20,7 +20,7 @@ from kvpolicy.kernels.memory_ops import MemoryOps
 from kvpolicy.kernels.paging import gather, scatter
 from kvpolicy.memory.counters import MemoryCounters
 from kvpolicy.memory.host_pool import HostPool
-from kvpolicy.memory.layout import Layout, PinnedLayout, StoreLayout
+from kvpolicy.memory.layout import Layout, PinnedLayout
 from kvpolicy.memory.request import RequestMemory
 from kvpolicy.memory.retrieval import Retriever
 from kvpolicy.memory.rows import StepRows
@@ -55,7 +55,6 @@ class StepMemory:
         self.device = device
         self.rows = sum(segment.count for segment in segments)
         self.numbers = StepRows(self.requests, self.segments, device)
-        self._geometry = layout.geometry
         self._selection: dict[str, Tensor] = {}
         self._waves: dict[str, list[Wave]] = {}
         self._latest: str | None = None
@@ -79,14 +78,14 @@ class StepMemory:
 
     @property
     def row_segment(self) -> Tensor:
-        """Which segment every row is of: int64 [n], on the device."""
-        return self.numbers.segment
+        """Which row of ``key_pages`` every row reads, its request's seat: int64 [n]."""
+        return self.numbers.seat
 
     # --- rows and keys of this step --------------------------------------------------------------
 
     def write_rows(self, layer: int, rows: Tensor) -> None:
         """Put this step's rows of one layer in flight. rows: [n, width], one per row of the step."""
-        store = self._owner(layer)
+        store = self.layout.owner(layer)
         records = self.tables.stores[store.index].cache.records
         view = records[..., store.store.layers.index(layer), :]
         scatter(view, self.tables.inflight[store.index].paged.locate(self.numbers.index), rows)
@@ -97,7 +96,7 @@ class StepMemory:
         A key is written when its entry is complete. Keys past the committed length are invisible
         to every row but the later ones of this step, and overwritten when a row is rejected.
         """
-        store = self._owner(layer)
+        store = self.layout.owner(layer)
         per = store.store.tokens_per_entry
         seats, positions = self.numbers.seat, self.positions
         if per > 1:
@@ -135,6 +134,11 @@ class StepMemory:
         """Entries that each row may choose from: int64 [n]; a row sees its own when it completes one."""
         return (self.positions + 1) // self.layout.of(selector).store.tokens_per_entry
 
+    def most_visible(self, selector: Selector) -> int:
+        """No row sees more entries."""
+        store = self.layout.of(selector).store
+        return max(store.entries(own.position + own.count) for own in self.segments)
+
     def keys(self, selector: Selector, segment: int) -> Tensor:
         """Index keys that the last row of a segment sees, in entry order: [entries, width]."""
         store = self.layout.of(selector)
@@ -143,16 +147,16 @@ class StepMemory:
         return self.requests[segment].keys[store.index].paged.prefix(entries)
 
     def key_pages(self, selector: Selector) -> KeyPages:
-        """The same keys of all segments, where they lie."""
-        keys = self.tables.stores[self.layout.of(selector).index].keys
-        seats = torch.tensor([request.seat for request in self.requests], device=self.device)
-        return KeyPages(keys.view, keys.frames[seats])
+        """The index keys of all seats, where they lie."""
+        return self.tables.stores[self.layout.of(selector).index].keys
 
     def select(self, selector: Selector, selection: Tensor) -> None:
         """Publish the top-k of every row: int64 [n, k], ascending, -1 after the last one."""
         if selector.name in self._selection:
             raise IntegrityError(f"selector {selector.name!r} chose twice in one step")
         self._selection[selector.name] = selection
+        tables, last = self.tables.stores[self.layout.of(selector).index], self.numbers.last
+        tables.note_selected(selector, self.numbers.seat[last], selection[last])
 
     def selection(self, selector: Selector) -> Tensor:
         """What was published: int64 [n, k]."""
@@ -186,19 +190,10 @@ class StepMemory:
 
     def row_view(self, layer: int) -> Tensor:
         """The arena read as rows that one layer attends: [F, per, width], strided."""
-        selector = self._geometry.selector_of_layer(layer)
-        at = self._geometry.row_of_layer(layer)
-        if selector is None or at is None:
-            raise ValueError(f"layer {layer} reads no store")
-        return self.tables.stores[self.layout.of(selector).index].cache.records[..., at, :]
+        store = self.layout.read_by(layer)
+        return self.layout.row_view(layer, self.tables.stores[store.index].cache.records)
 
     # --- look-ups --------------------------------------------------------------------------------
-
-    def _owner(self, layer: int) -> StoreLayout:
-        for store in self.layout.stores:
-            if layer in store.store.layers:
-                return store
-        raise ValueError(f"layer {layer} owns no rows")
 
     def _pinned(self, name: str) -> tuple[int, PinnedLayout]:
         for i, pinned in enumerate(self.layout.pinned):

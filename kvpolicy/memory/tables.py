@@ -6,11 +6,13 @@ each by its seat. A seat's tables are written when its request is admitted, grow
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvpolicy.geometry.geometry import Selector
 from kvpolicy.kernels.indexer import KeyPages
 from kvpolicy.kernels.resolve import CacheTables
 from kvpolicy.memory.arena import Arena, Table
@@ -20,9 +22,17 @@ from kvpolicy.memory.layout import Item, Layout, StoreLayout
 class StoreTables:
     """One store. cache: rows, maps and metadata. keys: pages of index keys, a row per seat.
     row_base, key_base: int64 [seats], where a seat's records and keys begin in the host pool, in
-    words."""
+    words. recent: int64 [seats + 1, selectors, k], what each selector chose for a seat's last row, -1
+    after the last one; the last row of the table is nobody's."""
 
-    def __init__(self, arena: Arena, layout: StoreLayout, seats: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        layout: StoreLayout,
+        seats: int,
+        max_tokens: int,
+        selectors: Sequence[Selector] = (),
+    ) -> None:
         entries = layout.store.entries(max_tokens)
         device = arena.device
 
@@ -47,6 +57,10 @@ class StoreTables:
             draws=per_seat(torch.int32),
         )
         self.keys = KeyPages(arena.view(layout.key), block(layout.key))
+        self.selectors = tuple(selector.name for selector in selectors)
+        widest = max((selector.topk for selector in selectors), default=0)
+        shape = (seats + 1, len(selectors), widest)
+        self.recent = torch.full(shape, -1, dtype=torch.int64, device=device)
         self.row_base = per_seat(torch.int64)
         self.key_base = per_seat(torch.int64)
 
@@ -59,6 +73,10 @@ class StoreTables:
         """Tell kernels where a seat's records and keys are on the host."""
         self.row_base[seat] = row_base
         self.key_base[seat] = key_base
+
+    def note_selected(self, selector: Selector, seats: Tensor, chosen: Tensor) -> None:
+        """Remember selections. seats: int64 [n], distinct or -1 (nobody's); chosen: int64 [n, k]."""
+        self.recent[seats, self.selectors.index(selector.name), : chosen.shape[1]] = chosen
 
     def host_row(self, seat: Tensor, entry: Tensor) -> Tensor:
         """Word offsets of records in the host pool; shapes broadcast."""
@@ -105,5 +123,8 @@ def make_tables(
         table.resize(rows)
         flying.append(table)
     count, most = len(layout.stores), layout.geometry.max_context
-    stores = tuple(StoreTables(arena, store, seats, most) for store in layout.stores)
+    stores = tuple(
+        StoreTables(arena, store, seats, most, layout.geometry.selectors_of(store.store.name))
+        for store in layout.stores
+    )
     return SharedTables(staging, tuple(flying[:count]), tuple(flying[count:]), stores)

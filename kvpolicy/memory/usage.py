@@ -48,24 +48,25 @@ def measure(
     floor_rows: int,
 ) -> MemoryUsage:
     """The report, from the allocators' own books."""
-    frames: dict[str, int] = {}
-    for owner, count in arena.frames.owners().items():
-        kind = owner[0] if isinstance(owner, tuple) else str(owner)
-        frames[kind] = frames.get(kind, 0) + count
-    size = layout.frame_bytes
-    floor = sum(floor_frames(request, floor_rows) for request in requests)
+    size, held = layout.frame_bytes, arena.frames.held_for
+    floor = all_floors(requests, floor_rows)
     return MemoryUsage(
-        staging=frames.get("staging", 0) * size,
-        in_flight=frames.get("in-flight", 0) * size,
-        index_keys=frames.get("keys", 0) * size,
-        slot_maps=frames.get("map", 0) * size,
-        pinned=frames.get("pinned", 0) * size,
+        staging=held("staging") * size,
+        in_flight=held("in-flight") * size,
+        index_keys=held("keys") * size,
+        slot_maps=held("map") * size,
+        pinned=held("pinned") * size,
         hot_floor=floor * size,
-        optional=(frames.get("hot", 0) - floor) * size,
+        optional=(held("hot") - floor) * size,
         free=arena.frames.free * size,
         host_used=host.extents.used,
         host_free=host.extents.free,
     )
+
+
+def all_floors(requests: Iterable[RequestMemory], floor_rows: int) -> int:
+    """Frames of the protected minimum of all requests."""
+    return sum(floor_frames(request, floor_rows) for request in requests) if floor_rows else 0
 
 
 def floor_frames(request: RequestMemory, floor_rows: int) -> int:

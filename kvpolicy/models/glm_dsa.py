@@ -72,6 +72,9 @@ class GlmDsa:
     depend on its neighbours on this device.
     """
 
+    # A step of one row per request reads device tensors only: it can be captured in a CUDA graph.
+    device_only = True
+
     def __init__(
         self, folder: Path, device: torch.device, name: str, backend: str = REFERENCE
     ) -> None:
@@ -325,14 +328,13 @@ class GlmDsa:
     ) -> None:
         keys, q, head_weights = self._index(weights, x, latent_q, memory.positions)
         memory.write_keys(number, keys)
-        store = self.geometry.store(selector.store)
         selection = self.ops.index_top_k(
             q,
             head_weights,
             memory.key_pages(selector),
             memory.row_segment,
             memory.visible(selector),
-            max(store.entries(s.position + s.count) for s in memory.segments),
+            memory.most_visible(selector),
             selector.topk,
             self.config.index_dim**-0.5,
         )

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.request import RequestOutput
+from kvpolicy.engine.scheduler import Batch
 from kvpolicy.memory.layout import Layout
-from kvpolicy.memory.segments import Segment
-from kvpolicy.memory.step import StepMemory
+from kvpolicy.memory.tables import SharedTables, StoreTables
 from kvpolicy.recording.layout import (
     KINDS,
     REQUEST_COLUMNS,
@@ -54,6 +54,15 @@ def header_of(layout: Layout) -> Header:
     )
 
 
+def _where(tables: SharedTables, layout: Layout) -> list[tuple[StoreTables, int, int]]:
+    """Of every selector: the tables that hold its last selections, its column there, and its top-k."""
+    found = []
+    for selector in layout.geometry.selectors:
+        own = tables.stores[layout.of(selector).index]
+        found.append((own, own.selectors.index(selector.name), selector.topk))
+    return found
+
+
 class Recorder:
     """Records an engine from now on, into a file that appears when :meth:`finish` is called.
 
@@ -68,6 +77,8 @@ class Recorder:
         self.writer = RecordingWriter(path, header_of(layout))
         self._layout = layout
         self._limit = chunk
+        self._device = engine.device
+        self._tables = _where(engine.memory.tables, layout)
         self._origin = engine.clock.now()
         self._seconds: list[float] = []
         self._busy = engine.totals.busy_seconds
@@ -85,22 +96,24 @@ class Recorder:
 
     # --- every step ------------------------------------------------------------------------------
 
-    def __call__(self, step: int, memory: StepMemory, accepted: Sequence[int], /) -> None:
+    def __call__(self, step: int, batch: Batch, /) -> None:
         """One step of the engine. Waits for the device where a chunk is full, and only there."""
         self._note_time()
-        rows: list[int] = []
-        at = len(self._steps)
-        for request, segment, count in zip(memory.requests, memory.segments, accepted, strict=True):
-            kept, kind = _kept(segment)
-            rows += kept
-            self._owners += [segment.request_id] * len(kept)
-            self._segments.append(
-                (at, segment.request_id, segment.position, segment.count, count, kind)
-            )
-            self._budgets.append(tuple(-1 if hot.full else hot.capacity for hot in request.hot))
-            self._meet(segment.request_id)
+        work = [(request, 1, DECODE) for request in batch.decode]
+        for request, count in batch.prompts:
+            last = request.computed == len(request.prompt)
+            work.append((request, count, SEED if last else PROMPT))
+        at, kept = len(self._steps), []
+        for request, count, kind in work:
+            held = self.engine.memory.requests[request.id]
+            self._requests.setdefault(request.id, (request.max_tokens, request.arrived_step))
+            self._segments.append((at, request.id, request.computed - count, count, count, kind))
+            self._budgets.append(tuple(-1 if hot.full else hot.capacity for hot in held.hot))
+            if kind != PROMPT:
+                kept.append(held.seat)
+                self._owners.append(request.id)
         self._steps.append((step, *self._room()))
-        self._copy(memory, rows)
+        self._copy(kept)
         if self._entries >= self._limit:
             self._flush()
 
@@ -110,11 +123,6 @@ class Recorder:
         self._seconds.append(now - self._busy)
         self._busy = now
 
-    def _meet(self, request_id: int) -> None:
-        if request_id not in self._requests:
-            request = self.engine.requests[request_id]
-            self._requests[request_id] = (request.max_tokens, request.arrived_step)
-
     def _room(self) -> tuple[int, int]:
         """Device bytes that hot rows could have, and those that they have."""
         memory = self.engine.memory
@@ -123,18 +131,15 @@ class Recorder:
         size = self._layout.frame_bytes
         return (frames.num_frames - frames.used + hot) * size, hot * size
 
-    def _copy(self, memory: StepMemory, rows: list[int]) -> None:
-        """Keep the selections of some rows of the step. A copy: the next step may reuse what it is
-        taken from."""
-        if not rows:
+    def _copy(self, seats: list[int]) -> None:
+        """Keep what the requests in these seats have selected: the next step writes over it."""
+        if not seats:
             return
-        every = rows == list(range(len(rows)))
-        index = None if every else torch.tensor(rows).to(memory.device, non_blocking=True)
-        for selector, kept in zip(self._layout.geometry.selectors, self._chosen, strict=True):
-            chosen = memory.selection(selector)
-            own = chosen[: len(rows)] if index is None else chosen.index_select(0, index)
-            kept.append(own.to(torch.int32, copy=True))
-            self._entries += own.numel()
+        index = torch.tensor(seats).to(self._device, non_blocking=True)
+        for kept, (own, column, topk) in zip(self._chosen, self._tables, strict=True):
+            chosen = own.recent[:, column, :topk].index_select(0, index)
+            kept.append(chosen.to(torch.int32))
+            self._entries += chosen.numel()
 
     # --- chunks ----------------------------------------------------------------------------------
 
@@ -202,15 +207,6 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self._leave()
         self.writer.abandon()
-
-
-def _kept(segment: Segment) -> tuple[list[int], int]:
-    """Rows of the step whose selections are kept, and what the segment is."""
-    if segment.decode:
-        return list(range(segment.start, segment.stop)), DECODE
-    if segment.last_prompt_row:
-        return [segment.stop - 1], SEED
-    return [], PROMPT
 
 
 def _columns(

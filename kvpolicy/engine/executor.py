@@ -1,0 +1,153 @@
+"""Runs a step's work on the device, and reads its tokens now or a step later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvpolicy.engine.decoding import Decoder
+from kvpolicy.engine.request import Request
+from kvpolicy.engine.sampler import DeviceSampler
+from kvpolicy.engine.scheduler import Batch, Rows
+from kvpolicy.memory.hierarchy import Hierarchy
+from kvpolicy.models.loader import DecodeModel
+from kvpolicy.sampling import choose_token
+
+Logits = NDArray[np.float32]
+Token = tuple[Request, int | None, Logits]
+"""Whose it is, the token (None where its logits are not finite), the logits that decided it."""
+
+
+@dataclass(slots=True)
+class _Emitted:
+    """Tokens of some requests that a step decided. seats: where each sat. found: None where the host
+    chooses, from logits [n, V]; else (token, finite) of all seats."""
+
+    requests: tuple[Request, ...]
+    seats: list[int]
+    logits: Tensor
+    found: Tensor | None
+
+    def read(self) -> Iterator[Token]:
+        rows = self.logits.numpy()
+        for i, request in enumerate(self.requests):
+            yield request, self._token(request, i, rows[i]), rows[i]
+
+    def _token(self, request: Request, i: int, row: Logits) -> int | None:
+        if self.found is not None:
+            token, finite = self.found[self.seats[i]].tolist()
+            return token if finite else None
+        if not np.isfinite(row).all():
+            return None
+        return choose_token(row, request.params, len(request.prompt) + len(request.tokens))
+
+
+class Launched:
+    """A step that has been launched; its tokens can be read once it is done."""
+
+    def __init__(self) -> None:
+        self._emitted: list[_Emitted] = []
+        self._done: torch.cuda.Event | None = None
+
+    def add(self, emitted: _Emitted) -> None:
+        self._emitted.append(emitted)
+
+    def seal(self, event: torch.cuda.Event | None) -> None:
+        """Nothing more comes; the event follows the last copy."""
+        self._done = event
+
+    def tokens(self) -> Iterator[Token]:
+        """Wait for the step; what it decided."""
+        if self._done is not None:
+            self._done.synchronize()
+        for emitted in self._emitted:
+            yield from emitted.read()
+
+
+class Executor:
+    """Decode rows go through the Decoder, prompts through a step of their own; where staging could not
+    hold what the decode rows miss, or the model needs host numbers, all rows go through one such step.
+
+    capture: decode rows as CUDA graphs. Tokens are chosen on the device by the Triton backend there.
+    """
+
+    def __init__(self, model: DecodeModel, memory: Hierarchy, seats: int, graphs: bool) -> None:
+        self.model, self.memory = model, memory
+        self._device = memory.arena.device
+        on_device = self._device.type == "cuda" and model.backend == "triton"
+        self.sampler = DeviceSampler(seats, self._device) if on_device else None
+        self.decoder: Decoder | None = None
+        if getattr(model, "device_only", False):
+            capture = graphs and on_device
+            self.decoder = Decoder(model, memory, self.sampler, seats, capture)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step can be launched before the tokens of the last one have been read."""
+        return self.sampler is not None
+
+    def launch(self, batch: Batch, step: int) -> Launched:
+        """Compute and commit a step's rows, and decide their tokens."""
+        launched = Launched()
+        decode, rest = batch.decode, batch.prompts
+        if self.sampler is not None:
+            self._seat([*decode, *(request for request, _ in rest)])
+        decoder = self.decoder
+        if decode and decoder is not None and self.memory.decodes_at_once(len(decode)):
+            logits = decoder.run(decode, step)
+            launched.add(self._emit(decode, logits))
+        else:
+            rest = (*((request, 1) for request in decode), *rest)
+        if rest:
+            self._host_step(Rows.of(rest), step, launched)
+        for request, count in (*((r, 1) for r in decode), *batch.prompts):
+            request.advance(count)
+        event = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+        launched.seal(event)
+        return launched
+
+    def _seat(self, requests: Sequence[Request]) -> None:
+        assert self.sampler is not None
+        for request in requests:
+            seat = self.memory.requests[request.id].seat
+            self.sampler.seat(seat, request.id, request.params)
+
+    def _host_step(self, rows: Rows, step: int, launched: Launched) -> None:
+        """A step whose shape the host knows row by row."""
+        memory = self.memory.begin_step(rows.segments, step)
+        numbers = torch.tensor([*rows.tokens, *rows.wanted], dtype=torch.int64).to(self._device)
+        tokens, wanted = numbers[: len(rows.tokens)], numbers[len(rows.tokens) :]
+        if self.sampler is not None:
+            tokens = self.sampler.tokens_of(memory.numbers.seat, tokens)
+        logits = self.model.forward(tokens, memory, wanted)
+        self.memory.commit(memory, [segment.count for segment in rows.segments])
+        if not rows.emits:
+            return
+        if self.sampler is not None:
+            seats = [self.memory.requests[request.id].seat for request in rows.emits]
+            positions = [request.next_position for request in rows.emits]
+            sampled = any(request.params.temperature > 0.0 for request in rows.emits)
+            self.sampler.choose_for(logits, seats, positions, sampled)
+        launched.add(self._emit(rows.emits, logits))
+
+    def _emit(self, requests: tuple[Request, ...], logits: Tensor) -> _Emitted:
+        """Send tokens and logits on their way to the host."""
+        seats = [self.memory.requests[request.id].seat for request in requests]
+        found = None if self.sampler is None else _to_host(self.sampler.found)
+        return _Emitted(requests, seats, _to_host(logits), found)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy that the device writes behind what it has been told so far; complete after an event."""
+    if tensor.device.type != "cuda":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

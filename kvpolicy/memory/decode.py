@@ -1,0 +1,236 @@
+"""The memory during one step of plain decoding: one row per request, every number on the device.
+
+The same service to a model as :class:`kvpolicy.memory.step.StepMemory`, without a host wait, an upload
+or a shape that depends on the data, so that a CUDA graph can hold the whole step. What changes from
+step to step lies in :class:`DecodeInputs`. Rows that pad a step to a graph's size write nothing that
+anybody reads: they stand at position 0 of no request and see their own in-flight row only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from kvpolicy.errors import IntegrityError
+from kvpolicy.geometry.geometry import Selector
+from kvpolicy.kernels.eviction import EvictionRule
+from kvpolicy.kernels.indexer import KeyPages
+from kvpolicy.kernels.memory_ops import MemoryOps
+from kvpolicy.kernels.paging import gather, scatter
+from kvpolicy.kernels.resolve import PAD
+from kvpolicy.memory.counters import MemoryCounters
+from kvpolicy.memory.host_pool import HostPool
+from kvpolicy.memory.layout import Layout, StoreLayout
+from kvpolicy.memory.segments import Segment, Wave
+from kvpolicy.memory.tables import SharedTables, StoreTables
+
+NOBODY = -1
+"""Seat of a row that pads a step."""
+UNKNOWN = -1
+"""Token of a row whose token only the device knows."""
+
+Row = tuple[int, int, int]
+"""(seat, position, token)"""
+
+
+class DecodeInputs:
+    """The rows of a step on the device, in one tensor that one copy fills.
+
+    seat: whose row it is, NOBODY for padding. position: in its request. token: its token id, or
+    UNKNOWN. All int64 [size]. step: int64 [1], the engine step.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
+        self.table = torch.zeros(3 * size + 1, dtype=torch.int64, device=device)
+        self.seat, self.position, self.token = self.table[:-1].view(3, size)
+        self.step = self.table[-1:]
+        self.index = torch.arange(size, device=device)
+
+    def numbers(self, rows: Sequence[Row], step: int) -> list[int]:
+        """What ``table`` must hold for these rows; the others are padding."""
+        padding = [(NOBODY, 0, 0)] * (self.size - len(rows))
+        return [*itertools.chain(*zip(*rows, *padding, strict=True)), step]
+
+
+class DecodeStep:
+    """One step's access to the hierarchy for the rows of ``inputs``.
+
+    most_tokens: no row stands at or beyond this position (known on the host; sizes scratch only).
+    segments: the same rows as the host knows them, where somebody asks.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        tables: SharedTables,
+        host: HostPool,
+        ops: MemoryOps,
+        rule: EvictionRule,
+        evict: bool,
+        counters: MemoryCounters,
+        inputs: DecodeInputs,
+        most_tokens: int,
+        segments: Sequence[Segment] = (),
+    ) -> None:
+        self.layout = layout
+        self.tables = tables
+        self.segments = tuple(segments)
+        self.rows = inputs.size
+        self._host, self._ops, self._rule, self._evict = host, ops, rule, evict
+        self._counters, self._numbers, self._most_tokens = counters, inputs, most_tokens
+        self._geometry = layout.geometry
+        self._alive = inputs.seat != NOBODY
+        self._reads = inputs.seat.clamp_min(0)
+        self._flying = [table.paged.locate(inputs.index) for table in tables.inflight]
+        self._selection: dict[str, Tensor] = {}
+        self._waves: dict[str, Wave] = {}
+        self._latest: str | None = None
+
+    @property
+    def positions(self) -> Tensor:
+        """Position of every row in its request: int64 [n]."""
+        return self._numbers.position
+
+    @property
+    def row_segment(self) -> Tensor:
+        """Which row of ``key_pages`` every row reads, its seat (padding reads another's): int64 [n]."""
+        return self._reads
+
+    # --- rows and keys of this step --------------------------------------------------------------
+
+    def write_rows(self, layer: int, rows: Tensor) -> None:
+        """Put this step's rows of one layer in flight. rows: [n, width]."""
+        store = self.layout.owner(layer)
+        records = self.tables.stores[store.index].cache.records
+        view = records[..., store.store.layers.index(layer), :]
+        scatter(view, self._flying[store.index], rows)
+
+    def write_keys(self, layer: int, keys: Tensor) -> None:
+        """Index keys of this step's rows that complete an entry. keys: [n, width]."""
+        store = self.layout.owner(layer)
+        tables = self.tables.stores[store.index]
+        where = tables.key_location(self._numbers.seat, self._entry(store))
+        self._ops.put(tables.keys.view, torch.where(self._complete(store), where, -1), keys)
+
+    # --- selection -------------------------------------------------------------------------------
+
+    def visible(self, selector: Selector) -> Tensor:
+        """Entries that each row may choose from: int64 [n]."""
+        return (self.positions + 1) // self.layout.of(selector).store.tokens_per_entry
+
+    def most_visible(self, selector: Selector) -> int:
+        """No row sees more entries."""
+        return self.layout.of(selector).store.entries(self._most_tokens)
+
+    def key_pages(self, selector: Selector) -> KeyPages:
+        """The index keys of all seats, where they lie."""
+        return self.tables.stores[self.layout.of(selector).index].keys
+
+    def select(self, selector: Selector, selection: Tensor) -> None:
+        """Publish the top-k of every row: int64 [n, k], ascending, -1 after the last one."""
+        if selector.name in self._selection:
+            raise IntegrityError(f"selector {selector.name!r} chose twice in one step")
+        self._selection[selector.name] = selection
+        tables = self.tables.stores[self.layout.of(selector).index]
+        tables.note_selected(selector, self._numbers.seat, selection)
+
+    def selection(self, selector: Selector) -> Tensor:
+        """What was published: int64 [n, k]."""
+        return self._selection[selector.name]
+
+    # --- retrieval -------------------------------------------------------------------------------
+
+    def waves(self, selector: Selector) -> Iterator[Wave]:
+        """The rows' selected records: one wave. Looked up, admitted and counted at the first call;
+        fetched again, admitting nothing, where another selector has used staging since."""
+        wave = self._waves.get(selector.name)
+        if wave is None or self._latest != selector.name:
+            wave = self._retrieve(selector, first=wave is None)
+            self._waves[selector.name] = wave
+            self._latest = selector.name
+        yield wave
+
+    def _retrieve(self, selector: Selector, first: bool) -> Wave:
+        store, numbers = self.layout.of(selector), self._numbers
+        tables = self.tables.stores[store.index]
+        chosen = self._selection[selector.name]
+        committed = (self.positions // store.store.tokens_per_entry)[:, None]
+        old = (chosen >= 0) & (chosen < committed)
+        entries = torch.where(old, chosen, PAD)
+        admit = self._alive if first else torch.zeros_like(self._alive)
+        found = self._ops.resolve(
+            tables.cache, numbers.seat, entries, admit, self._rule, int(numbers.step)
+        )
+        staged = (found.location < 0) & old
+        # Each row has its own k places of staging, so that no place depends on another row's misses.
+        places = torch.arange(entries.numel(), device=entries.device).view(entries.shape)
+        places = self.tables.staging[store.index].paged.locate(places)
+        where = torch.where(staged, places, found.location)
+        source = tables.host_row(numbers.seat[:, None], entries)
+        target = torch.where(found.missed, where, -1)
+        records = tables.cache.records
+        self._ops.host_to_arena(self._host.words, source.flatten(), records, target.flatten())
+        self._count(store, old, found.missed, staged, first)
+        where = torch.where(old, where, self._flying[store.index][:, None])
+        return Wave(0, self.rows, where, chosen >= 0)
+
+    def _count(
+        self, store: StoreLayout, old: Tensor, missed: Tensor, staged: Tensor, first: bool
+    ) -> None:
+        layers, nothing = store.store.n_layers, torch.zeros_like(self.positions)
+        if first:
+            selected, fetched = old.sum(1), missed.sum(1)
+            counts = [selected, selected, fetched, staged.sum(1), nothing]
+        else:
+            fetched = staged.sum(1)
+            counts = [nothing, nothing, nothing, nothing, fetched]
+        size = fetched * store.record.bytes
+        table = torch.stack([*(count * layers for count in counts), size], dim=1)
+        self._counters.retrieval.add(self._reads, table)
+
+    def gather(self, layer: int, wave: Wave) -> Tensor:
+        """Rows of one layer for every query row of a wave: [m, k, width]."""
+        return gather(self.row_view(layer), wave.locations)
+
+    def row_view(self, layer: int) -> Tensor:
+        """The arena read as rows that one layer attends: [F, per, width], strided."""
+        return self.layout.row_view(
+            layer, self.tables.stores[self.layout.read_by(layer).index].cache.records
+        )
+
+    # --- commit ----------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Every row is accepted: through to the host, then into the hot cache."""
+        for store in self.layout.stores:
+            self._commit(store, self.tables.stores[store.index])
+
+    def _commit(self, store: StoreLayout, tables: StoreTables) -> None:
+        seat, entry, complete = self._numbers.seat, self._entry(store), self._complete(store)
+        flying, words = self._flying[store.index], self._host.words
+        home = torch.where(complete, tables.host_row(seat, entry), -1)
+        self._ops.arena_to_host(tables.cache.records, flying, words, home)
+        home = torch.where(complete, tables.host_key(seat, entry), -1)
+        keys = tables.key_location(seat, entry)
+        self._ops.arena_to_host(tables.keys.view, keys, words, home)
+        # A full cache answers with the entry's own place, a mapped one with a slot or with none.
+        wanted = torch.where(complete, entry, PAD)[:, None]
+        found = self._ops.resolve(
+            tables.cache, seat, wanted, complete, self._rule, int(self._numbers.step), self._evict
+        )
+        self._ops.arena_to_arena(tables.cache.records, flying, found.location[:, 0])
+
+    # --- look-ups --------------------------------------------------------------------------------
+
+    def _entry(self, store: StoreLayout) -> Tensor:
+        """The entry that each row's token is in."""
+        return self.positions // store.store.tokens_per_entry
+
+    def _complete(self, store: StoreLayout) -> Tensor:
+        """bool [n]: rows whose token completes an entry."""
+        per = store.store.tokens_per_entry
+        return self._alive & ((self.positions + 1) % per == 0)
