@@ -22,13 +22,15 @@ from ..selection_process import RANKS as _RANKS
 from ..selection_process import REQUEST as _REQUEST
 from ..selection_process import RESOLUTION as _RESOLUTION
 from ..selection_process import SELECTOR as _SELECTOR
-from ..selection_process import SHIFTS as _SHIFTS
+from ..selection_process import SPREAD_1 as _SPREAD_1
+from ..selection_process import SPREAD_2 as _SPREAD_2
 from ..selection_process import ProcessTables, mix_int, window_of
 from .launch import blocks, power_of_two
 
 BIN, DRAW, DRIFT, EPOCH = (tl.constexpr(x) for x in (_BIN, _DRAW, _DRIFT, _EPOCH))
 MIX_1, MIX_2, REQUEST, SELECTOR = (tl.constexpr(x) for x in (_MIX_1, _MIX_2, _REQUEST, _SELECTOR))
-RANKS, SHIFTS, RESOLUTION = (tl.constexpr(x) for x in (_RANKS, _SHIFTS, _RESOLUTION))
+RANKS, RESOLUTION = tl.constexpr(_RANKS), tl.constexpr(_RESOLUTION)
+SPREAD_1, SPREAD_2 = tl.constexpr(_SPREAD_1), tl.constexpr(_SPREAD_2)
 LIMIT = tl.constexpr(2 << _RESOLUTION)
 BLOCK = 1024
 
@@ -74,12 +76,15 @@ def _select_kernel(
     own += (zero + selector.to(tl.uint32)) * tl.full([], SELECTOR, tl.uint32)
     own = _mix(own ^ seed.to(tl.uint32))
     key = _mix(own ^ ((j + 1).to(tl.uint32) * tl.full([], BIN, tl.uint32)))
-    shift = tl.load(shifts + (key & (SHIFTS - 1)).to(tl.int32)).to(tl.uint32)
+    bin = j.to(tl.uint32)
+    kind = (bin * tl.full([], SPREAD_1, tl.uint32) + own) >> 24
+    shift = tl.load(shifts + kind.to(tl.int32)).to(tl.uint32)
     epoch = _epoch(time + (key >> 8 & 0xFFFF), shift, key)
     draw = _mix(key ^ (epoch * tl.full([], DRAW, tl.uint32)))
     rank = tl.load(ranks + (draw & (RANKS - 1)).to(tl.int32))
     salt = tl.full([], DRIFT, tl.uint32)
-    drift = tl.load(drifts + (key >> 24).to(tl.int32)).to(tl.uint32)
+    kind = (bin * tl.full([], SPREAD_2, tl.uint32) + own) >> 24
+    drift = tl.load(drifts + kind.to(tl.int32)).to(tl.uint32)
     order = _epoch(time + (key >> 12 & 0xFFFFF), drift, key ^ salt)
     turn = _mix(key ^ (order * salt))
     bins = k - window

@@ -59,10 +59,10 @@ def belady(lane: Lane, budgets: Numbers) -> Outcome:
         kept[:] = np.bincount(after[:committed], minlength=never + 1)
         keep_soonest(kept, room)
 
-    full, last = True, lane.seeded_at - 1  # the prompt's rows are all there when it ends
-    for i, at in enumerate((lane.seeded_at, *lane.at.tolist())):
-        budget, committed = int(budgets[i]), int(lane.committed[max(i - 1, 0)])
-        back = at != last + 1
+    full = True  # the prompt's rows are all there when it ends
+    for i, budget in enumerate(budgets.tolist()):
+        step = i - 1  # the first budget is that of the end of the prompt
+        committed, back = int(lane.committed[max(step, 0)]), bool(i and lane.back[step])
         if budget >= FULL:
             promoted += committed * (back or not full)
             full = True
@@ -71,10 +71,8 @@ def belady(lane: Lane, budgets: Numbers) -> Outcome:
             full = False
         else:
             keep_soonest(kept, budget)
-        last = at
         if i == 0:
             continue
-        step = i - 1
         after[lane.wanted[step]] = uses.selected[step]
         if not full:
             missed[step] = lane.wanted[step].size - kept[step]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -62,8 +63,9 @@ class Oracle:
     """Everything that can be asked of one recording.
 
     device_bytes: memory of another engine under the same load (None: as recorded). interval: steps
-    that a split of the memory holds (None: the recorded control interval). UserError for a recording
-    without decode steps, or of a model whose stores have rows of different sizes.
+    that a split of the memory holds (None: the recorded control interval). progress: called after
+    every lane. UserError for a recording without decode steps; where memory is split, also for a
+    model whose stores have rows of different sizes, and for memory that the load does not fit.
     """
 
     def __init__(
@@ -80,12 +82,14 @@ class Oracle:
         if not self.lanes:
             raise UserError(f"recording {str(recording.path)!r}: no request in it has decoded")
         self.steps = recording.steps["step"]
-        self.room = self._room(device_bytes, config)
+        self._device_bytes, self._config = device_bytes, config
         self._progress = progress
         self._budgets: dict[str, list[Numbers]] = {"recorded": [x.budgets for x in self.lanes]}
 
-    def _room(self, device_bytes: int | None, config: dict[str, Any]) -> Numbers:
-        """Rows of one layer that hot caches could have held at each step."""
+    @cached_property
+    def room(self) -> Numbers:
+        """Rows of one layer that hot caches could have held at each step, int64 [steps]."""
+        device_bytes, config = self._device_bytes, self._config
         sizes = {s.record_bytes / s.layers for s in self.recording.header.stores}
         if len(sizes) > 1:
             raise UserError(f"stores have rows of {sorted(sizes)} bytes: one size is needed to compare")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import lzma
+import struct
 import zipfile
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,12 @@ Column = NDArray[Any]
 Numbers = NDArray[np.int64]
 Table = dict[str, Column]
 
-_DAMAGE = (zipfile.BadZipFile, EOFError, lzma.LZMAError, zlib.error, ValueError, OSError)
+# What zipfile, lzma, numpy and json say of bytes that nobody wrote like that.
+_DAMAGE = (
+    *(zipfile.BadZipFile, EOFError, lzma.LZMAError, zlib.error, ValueError, OSError),
+    *(NotImplementedError, RuntimeError, OverflowError, struct.error, IndexError, TypeError),
+    *(SyntaxError, MemoryError),
+)
 SEED, DECODE = KINDS.index("seed"), KINDS.index("decode")
 
 
@@ -49,6 +56,7 @@ class Rows:
     position: Numbers
     decode: NDArray[np.bool_]
     accepted: NDArray[np.bool_]
+    back: NDArray[np.bool_]
 
 
 class Recording:
@@ -65,10 +73,8 @@ class Recording:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            with np.load(self.path, allow_pickle=False) as members:
-                if not isinstance(members, np.lib.npyio.NpzFile):
-                    raise UserError("it is no npz file")
-                self._read(members)
+            with zipfile.ZipFile(self.path) as archive:
+                self._read(_Members(archive))
         except UserError as error:
             raise UserError(f"recording {str(self.path)!r}: {error}") from None
         except FileNotFoundError:
@@ -149,6 +155,7 @@ class Recording:
                 position=own["position"][at] + inside[mine],
                 decode=decode[mine],
                 accepted=inside[mine] < own["accepted"][at],
+                back=decode[mine] & (own["joined"][at] > 0),
             )
         for (request, _), parts in self._packed.items():
             here = sum(len(count) for _, count in parts)
@@ -178,6 +185,24 @@ class Recording:
         k = self.header.selectors[selector].topk
         parts = [unpack(own, counts, k) for own, counts in self._packed.get((request, selector), [])]
         return np.concatenate(parts) if parts else np.empty((0, k), dtype=np.int32)
+
+
+class _Members(Mapping[str, Column]):
+    """Arrays of an npz archive by name, each read when it is asked for. Pickles are refused."""
+
+    def __init__(self, archive: zipfile.ZipFile) -> None:
+        self._archive = archive
+
+    def __getitem__(self, name: str) -> Column:
+        with io.BytesIO(self._archive.read(f"{name}.npy")) as content:
+            array: Column = np.lib.format.read_array(content, allow_pickle=False)
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removesuffix(".npy") for name in self._archive.namelist())
+
+    def __len__(self) -> int:
+        return len(self._archive.namelist())
 
 
 def _json(column: Column) -> Any:

@@ -107,7 +107,10 @@ class Recorder:
         for request, count, kind in work:
             held = self.engine.memory.requests[request.id]
             self._requests.setdefault(request.id, (request.max_tokens, request.arrived_step))
-            self._segments.append((at, request.id, request.computed - count, count, count, kind))
+            joined = int(request.admitted_step == step)
+            self._segments.append(
+                (at, request.id, request.computed - count, count, count, kind, joined)
+            )
             self._budgets.append(tuple(-1 if hot.full else hot.capacity for hot in held.hot))
             if kind != PROMPT:
                 kept.append(held.seat)
@@ -160,7 +163,7 @@ class Recorder:
         for selector, kept in enumerate(self._chosen):
             if not kept:
                 continue
-            chosen = torch.cat(kept).cpu().numpy()[order]
+            chosen = to_host(torch.cat(kept)).numpy()[order]
             for request, own in zip(names.tolist(), np.split(chosen, starts[1:]), strict=True):
                 lanes.append((request, selector, own))
         return lanes
@@ -207,6 +210,11 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self._leave()
         self.writer.abandon()
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """The one place that waits for the device."""
+    return tensor.cpu()
 
 
 def _columns(

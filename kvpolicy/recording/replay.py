@@ -82,10 +82,10 @@ def replay(
     if not state.full:
         state.cache.seed(_seed(lane, int(budgets[0]), seed), int(steps[lane.seeded_at]))
     missed = np.zeros(len(lane.at), dtype=np.int64)
-    last, recent = lane.seeded_at, lane.seed
+    recent = lane.seed
     for i, at in enumerate(lane.at.tolist()):
         budget, committed, step = int(budgets[i + 1]), int(lane.committed[i]), int(steps[at])
-        if at != last + 1:  # it was preempted, and comes back with its last selection
+        if lane.back[i]:  # it was preempted, and comes back with its last selection
             state.start(budget, recent[recent < committed][-budget:] if budget else recent[:0], 0)
             state.promoted += committed * state.full
         else:
@@ -96,7 +96,7 @@ def replay(
             if state.cache.capacity:
                 new = np.arange(committed, lane.committed[i + 1])
                 state.cache.resolve(new, step, evict=admit_newest)
-        last, recent = at, lane.recent[i]
+        recent = lane.recent[i]
     return Outcome(missed, state.promoted)
 
 

@@ -20,18 +20,19 @@ __all__ = ["GLM_5_1", "ProcessParameters", "ProcessSource", "make_tables"]
 class ProcessParameters:
     """What is fitted. UserError for a value out of range.
 
-    restless: how much more often bins choose anew at every step than the next class. decline: log2 of
-    how much rarer each longer class is than the one before. longest: log2 steps of the longest class.
-    popularity: exponent of the bins' Zipf law. uniform: share of draws that popularity has no say in.
-    drift: log2 steps between two orders of popularity; brief: share of bins where
-    they are ``brief_drift`` instead. window: newest entries, in 1/1024 of k.
+    restless: how much more bins draw anew at every step than ``decline`` alone would say. decline: log2
+    of how much rarer each class of bins is than the one whose epochs are half as long. longest: log2
+    steps of the longest epochs. popularity, offset: a bin's entry of rank r = 1, 2, ... is drawn in
+    proportion to (r + offset) ** -popularity (Zipf-Mandelbrot). drift: log2 steps between two orders of
+    popularity; brief: the share of bins where they are ``brief_drift`` instead. window: newest
+    entries, in 1/1024 of k.
     """
 
     restless: float
     decline: float
     longest: int
     popularity: float
-    uniform: float
+    offset: float
     drift: int
     brief: float
     brief_drift: int
@@ -43,7 +44,7 @@ class ProcessParameters:
             "decline": (-8.0, 8.0),
             "longest": (0, 15),
             "popularity": (0.0, 16.0),
-            "uniform": (0.0, 1.0),
+            "offset": (-0.9, 1e3),
             "drift": (0, 20),
             "brief": (0.0, 1.0),
             "brief_drift": (0, 20),
@@ -56,15 +57,15 @@ class ProcessParameters:
 
 
 GLM_5_1 = ProcessParameters(
-    restless=5.0,
-    decline=0.3,
-    longest=9,
-    popularity=2.11,
-    uniform=0.0,
-    drift=11,
-    brief=0.0,
-    brief_drift=6,
-    window=170,
+    restless=6.1,
+    decline=0.14,
+    longest=8,
+    popularity=2.6,
+    offset=0.72,
+    drift=14,
+    brief=0.21,
+    brief_drift=5,
+    window=158,
 )
 """Fitted by ``benchmarks/fit_selection_process.py`` to the miss rates of GLM-5.1 that the HiSparse paper
 gives (arXiv 2608.07009: k = 2048, contexts of 100K)."""
@@ -79,8 +80,7 @@ def make_tables(parameters: ProcessParameters, device: torch.device) -> ProcessT
     length = 2.0 ** (-parameters.decline * classes)
     length[0] *= parameters.restless
     rank = np.arange(1.0, _RANKS + 1)
-    popular = rank**-parameters.popularity
-    draws = (1 - parameters.uniform) * popular / popular.sum() + parameters.uniform / _RANKS
+    draws = (rank + parameters.offset) ** -parameters.popularity
     shares = np.array([parameters.brief, 1 - parameters.brief])
     drifts = [parameters.brief_drift, parameters.drift]
     return ProcessTables(
