@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpolicy.cli.output import check_output, emit_json, table, write_text
+from kvpolicy.cli.output import MIB, check_output, emit_json, table, write_text
 from kvpolicy.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ split: recorded, the run's budgets; equal, the same slots for every request and 
   a row saves most (stack distances). bound: Belady over all of them in the same memory.
 """
 
-_RULES, _SPLITS = "lru,clock,belady", "recorded,equal,best"
+_RULES = "lru,clock,belady"
 
 
 def oracle_command(
@@ -38,9 +38,13 @@ def oracle_command(
         typer.Option("--evictions", metavar="NAMES", help="lru, clock, fifo, random, belady; by commas."),
     ] = _RULES,
     splits: Annotated[
-        str,
-        typer.Option("--splits", metavar="NAMES", help="recorded, equal, best; by commas."),
-    ] = _SPLITS,
+        str | None,
+        typer.Option(
+            "--splits",
+            metavar="NAMES",
+            help="recorded, equal, best; by commas (default: all that the memory allows).",
+        ),
+    ] = None,
     device_kv_mib: Annotated[
         float | None,
         typer.Option(
@@ -69,16 +73,18 @@ def oracle_command(
     """
     check_output(output)
     from kvpolicy.recording import Recording
-    from kvpolicy.recording.oracle import BELADY, SPLITS, Oracle
     from kvpolicy.recording.caches import RULES
+    from kvpolicy.recording.oracle import BELADY, SPLITS, Oracle
 
     rules = _names("--evictions", evictions, (*RULES, BELADY))
-    shares = _names("--splits", splits, SPLITS)
-    if device_kv_mib is not None and not 0 < device_kv_mib < float("inf"):
-        raise UserError(f"--device-kv-mib {device_kv_mib:g}: must be a number above 0")
-    size = None if device_kv_mib is None else int(device_kv_mib * (1 << 20))
-    if size is not None and "recorded" in shares and "--splits" not in sys.argv:
-        shares = tuple(s for s in shares if s != "recorded")
+    size = None
+    if device_kv_mib is not None:
+        if not 0 < device_kv_mib < float("inf"):
+            raise UserError(f"--device-kv-mib {device_kv_mib:g}: must be a number above 0")
+        size = int(device_kv_mib * MIB)
+    # The recorded budgets belong to the recorded memory.
+    usual = SPLITS if size is None else SPLITS[1:]
+    shares = usual if splits is None else _names("--splits", splits, usual)
     with _progress() as advance:
         oracle = Oracle(Recording(recording), size, interval, advance)
         rows = [oracle.row(rule, share) for share in shares for rule in rules]
