@@ -31,6 +31,7 @@ FREE = {
     "popularity": (0.12, 0.5, 6.0),
     "offset": (0.15, -0.5, 6.0),
     "brief": (0.08, 0.0, 1.0),
+    "loops": (0.05, 0.0, 1.0),
     "window": (25, 8, 400),
 }
 EXTRA = (("clock", 2), ("clock", 4), ("lru", 8), ("belady", 1), ("belady", 4))
