@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from . import fp8
 from .paging import Paged
 from .tiling import Tiling
 
@@ -22,7 +23,8 @@ _LOW = (1 << _POSITION_BITS) - 1
 class KeyPages:
     """Index keys of several segments as they lie in the arena.
 
-    view: [F, per, d] strided view of the arena. frames: int64 [segments, m], the frames of each
+    view: [F, per, d] strided view of the arena, or uint8 [F, per, d + 4] for 8-bit keys
+    (``fp8.py``). frames: int64 [segments, m], the frames of each
     segment's keys in order; short rows are filled up with any frame number.
     """
 
@@ -30,8 +32,14 @@ class KeyPages:
     frames: Tensor
 
     def keys(self, segment: int, count: int) -> Tensor:
-        """The first ``count`` keys of a segment: [count, d] (a copy)."""
-        return Paged(self.view, self.frames[segment]).prefix(count)
+        """The first ``count`` keys of a segment: [count, d] (a copy); float32 from 8-bit keys."""
+        keys = Paged(self.view, self.frames[segment]).prefix(count)
+        return fp8.dequantize_keys(keys) if keys.dtype == torch.uint8 else keys
+
+    def queries(self, q: Tensor) -> Tensor:
+        """Queries [n, heads, d] as these keys are scored with: float32, and where keys have 8 bits
+        rounded to 8 bits too."""
+        return fp8.rounded_queries(q) if self.view.dtype == torch.uint8 else q.float()
 
 
 def index_scores(q: Tensor, weights: Tensor, keys: Tensor, scale: float, tiling: Tiling) -> Tensor:

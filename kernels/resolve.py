@@ -26,14 +26,17 @@ class HotState:
     """Device state of one request's hot cache in one store.
 
     slot_of: int32 table over entries (slot or ABSENT). entry_of, stamp: int32 tables over slots.
-    capacity: slots that may hold a row. sweep: what the eviction rule keeps.
+    capacity: slots that may hold a row. used: slots [0, used) do, the others are free. sweep: what
+    the eviction rule keeps. lazy_at: spreads the steps at which caches renew stamps lazily.
     """
 
     slot_of: Paged
     entry_of: Paged
     stamp: Paged
     capacity: int
+    used: int
     sweep: SweepState = field(default_factory=SweepState)
+    lazy_at: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,55 +56,67 @@ def resolve(
     state: HotState,
     rule: EvictionRule,
     step: int,
-    admit: Tensor | None,
+    admit: bool,
     evict: bool = True,
 ) -> Resolution:
     """Find ``wanted`` entries in the hot cache and make room for those that are missing.
 
-    wanted: [u] int64, ascending and unique. admit: [u] bool, which entries may stay when fetched;
-    None looks up only and changes nothing. evict: old rows may give way. Missing entries take, in
-    ascending order, the lowest free slots, then victims that are not in ``wanted``, in ascending slot
-    order; the rest keep slot ABSENT and belong in staging.
+    wanted: [u] int64, unique. admit: missing entries may stay when fetched, else this looks up only and
+    changes nothing. evict: old rows may give way. Missing entries take, in the order of ``wanted``, the
+    lowest free slots, then the victims in the rule's order; the rest keep slot ABSENT and belong in
+    staging. Victims are no hits of this call nor, where hits renew stamps, of this step.
     """
     slot = state.slot_of.get(wanted).long() if wanted.numel() else wanted
     missed = slot < 0
-    if admit is None or state.capacity == 0:
+    if not admit or state.capacity == 0:
         return Resolution(slot, missed)
     hits = slot[~missed]
-    if rule.touch and hits.numel():
+    due = bool(missed.any()) or (step + state.lazy_at) % rule.lazy == 0
+    if rule.touch and due and hits.numel():
         state.stamp.put(hits, torch.full_like(hits, stamp_of(step, hit=True)))
-    incoming = wanted[missed & admit]
+    incoming = wanted[missed]
     if not incoming.numel():
         return Resolution(slot, missed)
     room = make_room(state, rule, step, incoming.numel(), keep=hits, evict=evict)
     incoming = incoming[: room.numel()]
     place(state, incoming, room, stamp_of(step, hit=False))
     slot = slot.clone()
-    slot[torch.searchsorted(wanted, incoming)] = room
+    slot[missed.nonzero()[: room.numel(), 0]] = room
     return Resolution(slot, missed)
 
 
 def make_room(
-    state: HotState, rule: EvictionRule, step: int, count: int, keep: Tensor, evict: bool = True
+    state: HotState,
+    rule: EvictionRule,
+    step: int,
+    count: int,
+    keep: Tensor | None,
+    evict: bool = True,
 ) -> Tensor:
-    """Up to ``count`` slots for new rows: free ones, then (evict) victims outside ``keep`` slots.
+    """Up to ``count`` slots for new rows: free ones, then (evict) victims. Returns int64 [<= count].
 
-    Both in ascending slot order. Victims lose their map entry here. Returns int64 [<= count].
+    keep: slots that must stay, and with them whatever was hit in this step, where hits renew stamps. None:
+    a row is offered that nobody waits for: any other may go, and CLOCK's age learns nothing from it.
+    Victims lose their map entry here; free slots count as used.
     """
-    slots = arange(state.capacity, keep.device)
-    occupant = state.entry_of.get(slots)
-    room = slots[occupant == ABSENT][:count]
-    missing = count - room.numel()
-    if missing <= 0 or not evict:
-        return room
-    candidate = occupant != ABSENT
-    candidate[keep] = False
-    victims = rule.victims(state.stamp.get(slots), candidate, missing, step, state.sweep)
-    if victims.numel():
-        entries = state.entry_of.get(victims).long()
-        state.slot_of.put(entries, torch.full_like(entries, ABSENT))
-        state.entry_of.put(victims, torch.full_like(victims, ABSENT))
-    return torch.cat([room, victims])
+    free = min(count, state.capacity - state.used)
+    device = state.slot_of.frames.device
+    room = arange(free, device) + state.used
+    missing = count - free
+    if missing > 0 and evict:
+        slots = arange(state.capacity, device)
+        stamp, candidate = state.stamp.get(slots), slots < state.used
+        if keep is not None and rule.touch:
+            candidate &= stamp != stamp_of(step, hit=True)
+        elif keep is not None:
+            candidate[keep] = False
+        victims = rule.victims(stamp, candidate, missing, step, state.sweep, keep is not None)
+        if victims.numel():
+            entries = state.entry_of.get(victims).long()
+            state.slot_of.put(entries, torch.full_like(entries, ABSENT))
+        room = torch.cat([room, victims])
+    state.used += free
+    return room
 
 
 def place(state: HotState, entries: Tensor, slots: Tensor, stamp: int) -> None:
@@ -121,7 +136,8 @@ class CacheTables:
     row_frames, map_frames, meta_frames: int64 [seats, most frames of such a table]; what lies past a
     table's end is not read.
     capacity: int32 [seats], slots (0: nothing may stay). full: bool [seats], every entry is resident,
-    slot = entry, neither map nor metadata is used. hand, draws: int32 [seats], see SweepState.
+    slot = entry, neither map nor metadata is used. used: int32 [seats], slots [0, used) hold a row, the
+    others up to capacity are free. hand, draws, age: int32 [seats], see SweepState.
     """
 
     records: Tensor
@@ -132,24 +148,29 @@ class CacheTables:
     meta_frames: Tensor
     capacity: Tensor
     full: Tensor
+    used: Tensor
     hand: Tensor
     draws: Tensor
+    age: Tensor
 
     def state(self, seat: int) -> HotState:
-        """One seat's mapped cache. Its sweep is a copy: see :meth:`keep_sweep`."""
+        """One seat's mapped cache. Its numbers are copies: see :meth:`keep`."""
         meta_frames = self.meta_frames[seat]
         return HotState(
             slot_of=Paged(self.maps, self.map_frames[seat]),
             entry_of=Paged(self.meta[..., 0], meta_frames),
             stamp=Paged(self.meta[..., 1], meta_frames),
             capacity=int(self.capacity[seat]),
-            sweep=SweepState(int(self.hand[seat]), int(self.draws[seat])),
+            used=int(self.used[seat]),
+            sweep=SweepState(int(self.hand[seat]), int(self.draws[seat]), int(self.age[seat])),
+            lazy_at=seat,
         )
 
-    def keep_sweep(self, seat: int, sweep: SweepState) -> None:
-        """Write hand and draws of a seat back."""
-        self.hand[seat] = sweep.hand
-        self.draws[seat] = sweep.draws
+    def keep(self, seat: int, state: HotState) -> None:
+        """Write the numbers of a seat's state back."""
+        self.used[seat] = state.used
+        self.hand[seat], self.draws[seat] = state.sweep.hand, state.sweep.draws
+        self.age[seat] = state.sweep.age
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +191,14 @@ def resolve_batch(
     wanted: Tensor,
     admit: Tensor,
     rule: EvictionRule,
-    step: int,
+    step: int | Tensor,
     evict: bool = True,
 ) -> Resolved:
     """:func:`resolve` for p pieces of different seats.
 
     seats: int64 [p], distinct. wanted: int64 [p, U], rows ascending and unique, PAD at their ends.
     admit: bool [p], may the missing entries of a piece stay (else it is looked up and nothing of its
-    cache changes). step: in [0, 2**30). evict: old rows may give way, else only free slots are used.
+    cache changes). step: in [0, 2**30), a number or on the device [1]. evict: old rows may give way, else only free slots are used.
     """
     location = torch.full_like(wanted, ABSENT)
     missed = torch.zeros_like(wanted, dtype=torch.bool)
@@ -188,9 +209,8 @@ def resolve_batch(
         slot = entries
         if not bool(tables.full[seat]):
             state = tables.state(seat)
-            mask = torch.ones_like(entries, dtype=torch.bool) if stays else None
-            found = resolve(entries, state, rule, step, mask, evict)
-            tables.keep_sweep(seat, state.sweep)
+            found = resolve(entries, state, rule, int(step), stays, evict)
+            tables.keep(seat, state)
             slot = found.slot
             missed[piece, :count] = found.missed
         kept = slot >= 0

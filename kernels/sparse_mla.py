@@ -9,7 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import fp8
+from .paging import gather
 from .tiling import Tiling
+
+
+def rows_at(view: Tensor, locations: Tensor, value_width: int) -> Tensor:
+    """Rows of an arena view as float32: [n, k, w]. view: [F, per, w], or uint8 records (``fp8.py``)."""
+    rows = gather(view, locations)
+    return fp8.dequantize_rows(rows, value_width) if rows.dtype == torch.uint8 else rows.float()
 
 
 def sparse_mla(

@@ -39,8 +39,8 @@ def kernels() -> ModuleType:
 def assert_same(tables: CacheTables, other: CacheTables) -> None:
     """All of both arenas, and what lies beside them."""
     assert torch.equal(arena_of(tables), arena_of(other).to(CPU))
-    assert torch.equal(tables.hand, other.hand.to(CPU))
-    assert torch.equal(tables.draws, other.draws.to(CPU))
+    for name in ("used", "hand", "draws", "age"):
+        assert torch.equal(getattr(tables, name), getattr(other, name).to(CPU)), name
 
 
 def compare_call(

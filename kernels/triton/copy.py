@@ -24,7 +24,7 @@ TILE_WORDS, PIECE_WORDS, MOST_ROWS = 4096, 2048, 16
 
 
 @triton.jit
-def _word(at, PER: tl.constexpr, FRAME: tl.constexpr, RECORD: tl.constexpr):
+def word_at(at, PER: tl.constexpr, FRAME: tl.constexpr, RECORD: tl.constexpr):
     """First word of records. PER > 0: ``at`` are locations in frames of FRAME words, records RECORD
     words apart. PER = 0: ``at`` are positions, multiples of RECORD; to divide and multiply tells the
     compiler so, which may then move 16 bytes at a time."""
@@ -62,8 +62,8 @@ def _copy(
         come = tl.load(source_at + item, mask=listed, other=-1)
         go = tl.load(target_at + item, mask=listed, other=-1)
         moves = (come >= 0) & (go >= 0)
-        come = _word(come, SOURCE_PER, SOURCE_FRAME, SOURCE_RECORD)
-        go = _word(go, TARGET_PER, TARGET_FRAME, TARGET_RECORD)
+        come = word_at(come, SOURCE_PER, SOURCE_FRAME, SOURCE_RECORD)
+        go = word_at(go, TARGET_PER, TARGET_FRAME, TARGET_RECORD)
         for piece in tl.static_range(PIECES):
             word = piece * PIECE + column
             mask = moves[:, None] & (word < WORDS)[None, :]
@@ -72,7 +72,7 @@ def _copy(
         start += tl.num_programs(0) * ROWS
 
 
-# How the records of one side lie: per, frame, record as in _word.
+# How the records of one side lie: per, frame, record as in word_at.
 Side = tuple[int, int, int]
 
 

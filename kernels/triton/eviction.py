@@ -1,4 +1,4 @@
-"""Eviction in Triton: the key functions of the rules, and the passes over a cache's slots."""
+"""Eviction in Triton: victims by key functions (passes over all slots), or by the CLOCK sweep (sweep.py)."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ..eviction import CLOCK_SPARE_STEPS as _CLOCK_SPARE_STEPS
 from ..eviction import DRAW_CALL as _DRAW_CALL
 from ..eviction import DRAW_SLOT as _DRAW_SLOT
 from ..eviction import DRAW_STEP as _DRAW_STEP
 from ..eviction import EvictionRule, Key
-from ..eviction import clock_key as _clock_key
 from ..eviction import random_key as _random_key
 from ..eviction import stamp_key as _stamp_key
-from .tables import ABSENT, slot_tile, word_of
+from .tables import ABSENT, WANTED, slot_tile, word_of
 
-CLOCK_SPARE_STEPS = tl.constexpr(_CLOCK_SPARE_STEPS)
 DRAW_SLOT = tl.constexpr(_DRAW_SLOT)
 DRAW_STEP = tl.constexpr(_DRAW_STEP)
 DRAW_CALL = tl.constexpr(_DRAW_CALL)
@@ -36,13 +33,6 @@ def stamp_key(slot, stamp, capacity, step, hand, draws):
 
 
 @triton.jit
-def clock_key(slot, stamp, capacity, step, hand, draws):
-    ahead = slot - hand
-    distance = tl.where(ahead < 0, ahead + capacity, ahead)
-    return tl.where(step - (stamp >> 1) < CLOCK_SPARE_STEPS, distance + capacity, distance)
-
-
-@triton.jit
 def random_key(slot, stamp, capacity, step, hand, draws):
     mixed = (slot + 1) * DRAW_SLOT ^ (step * DRAW_STEP + draws * DRAW_CALL)
     return (mixed ^ (mixed >> 15)) * DRAW_CALL & 0x7FFFFFFF
@@ -50,13 +40,14 @@ def random_key(slot, stamp, capacity, step, hand, draws):
 
 DEVICE_KEYS: dict[Key, Any] = {
     _stamp_key: stamp_key,
-    _clock_key: clock_key,
     _random_key: random_key,
 }
 
 
 def device_key(rule: EvictionRule) -> Any:
-    """The rule's key as a Triton function. ValueError if it has none."""
+    """The rule's key as a Triton function, None for the CLOCK sweep. ValueError if it has none."""
+    if rule.key is None:
+        return None
     key = rule.device_key or DEVICE_KEYS.get(rule.key)
     if key is None:
         raise ValueError(
@@ -70,37 +61,21 @@ def device_key(rule: EvictionRule) -> Any:
 
 
 @triton.jit
-def take_free(
-    meta, meta_frames, room, capacity, count,
-    PER: tl.constexpr, FRAME: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The lowest free slots, at most ``count``, into ``room``. Returns how many."""
-    found = 0
-    start = 0
-    while (start < capacity) & (found < count):
-        slot, entry, _stamp = slot_tile(meta, meta_frames, start, capacity, PER, FRAME, BLOCK)
-        free = entry == ABSENT
-        rank = found + tl.cumsum(free.to(tl.int32), 0) - 1
-        tl.store(room + rank, slot, mask=free & (rank < count))
-        found += tl.sum(free.to(tl.int32), 0)
-        start += BLOCK
-    return tl.minimum(found, count)
-
-
-@triton.jit
 def _keys(
-    meta, meta_frames, start, capacity, step, hand, draws,
+    meta, meta_frames, start, capacity, step, hand, draws, spare,
     KEY: tl.constexpr, PER: tl.constexpr, FRAME: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile of slots, their entries and keys. Candidates are those whose entry is not negative."""
+    """A tile of slots, their entries and keys. Candidates are those whose entry is not negative: free
+    slots, wanted ones and those of the stamp ``spare`` are none."""
     slot, entry, stamp = slot_tile(meta, meta_frames, start, capacity, PER, FRAME, BLOCK)
+    entry = tl.where(stamp == spare, WANTED, entry)
     key = KEY(slot.to(tl.int64), stamp.to(tl.int64), capacity.to(tl.int64), step, hand, draws)
     return slot, entry, key
 
 
 @triton.jit
 def _key_range(
-    meta, meta_frames, capacity, step, hand, draws,
+    meta, meta_frames, capacity, step, hand, draws, spare,
     KEY: tl.constexpr, PER: tl.constexpr, FRAME: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Number of candidates, their smallest and their largest key."""
@@ -110,7 +85,7 @@ def _key_range(
     start = 0
     while start < capacity:
         _slot, entry, key = _keys(
-            meta, meta_frames, start, capacity, step, hand, draws, KEY, PER, FRAME, BLOCK
+            meta, meta_frames, start, capacity, step, hand, draws, spare, KEY, PER, FRAME, BLOCK
         )
         candidate = entry >= 0
         count += tl.sum(candidate.to(tl.int32), 0)
@@ -122,7 +97,7 @@ def _key_range(
 
 @triton.jit
 def _threshold(
-    meta, meta_frames, capacity, step, hand, draws, count, low, high,
+    meta, meta_frames, capacity, step, hand, draws, spare, count, low, high,
     KEY: tl.constexpr, PER: tl.constexpr, FRAME: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The count-th smallest key of the candidates, within [low, high]; how many lie below (0 also
@@ -143,7 +118,7 @@ def _threshold(
         start = 0
         while start < capacity:
             _slot, entry, key = _keys(
-                meta, meta_frames, start, capacity, step, hand, draws, KEY, PER, FRAME, BLOCK
+                meta, meta_frames, start, capacity, step, hand, draws, spare, KEY, PER, FRAME, BLOCK
             )
             counted = (entry >= 0) & (key <= middle)
             up_to += tl.sum(counted.to(tl.int32), 0)
@@ -163,7 +138,7 @@ def _threshold(
 
 @triton.jit
 def _take_victims(
-    maps, meta, map_frames, meta_frames, room, capacity, step, hand, draws, threshold, ties,
+    maps, meta, map_frames, meta_frames, room, capacity, step, hand, draws, spare, threshold, ties,
     KEY: tl.constexpr, PER_MAP: tl.constexpr, MAP_FRAME: tl.constexpr,
     PER: tl.constexpr, FRAME: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -175,7 +150,7 @@ def _take_victims(
     start = 0
     while start < capacity:
         slot, entry, key = _keys(
-            meta, meta_frames, start, capacity, step, hand, draws, KEY, PER, FRAME, BLOCK
+            meta, meta_frames, start, capacity, step, hand, draws, spare, KEY, PER, FRAME, BLOCK
         )
         tie = (entry >= 0) & (key == threshold)
         tie_goes = tie & (tied + tl.cumsum(tie.to(tl.int32), 0) <= ties)
@@ -193,32 +168,32 @@ def _take_victims(
 
 @triton.jit
 def take_victims(
-    maps, meta, map_frames, meta_frames, room, hand, draws, capacity, step, count,
+    maps, meta, map_frames, meta_frames, room, hand, draws, capacity, step, count, spare,
     KEY: tl.constexpr, PER_MAP: tl.constexpr, MAP_FRAME: tl.constexpr,
     PER: tl.constexpr, FRAME: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Up to ``count`` victims into ``room``; moves hand and draws on. Returns how many.
+    """Up to ``count`` victims into ``room`` by slot; moves the hand on. Returns how many.
 
-    Wanted slots must be marked WANTED, by stores that a barrier has made visible. step: int64.
+    spare: a stamp whose slots must stay, -1 for none. Wanted slots that do not bear it are marked WANTED,
+    by stores that a barrier has made visible. draws: counting this call.
     """
     sweep = tl.load(hand).to(tl.int64)
-    calls = tl.load(draws) + 1
-    draw = calls.to(tl.int64)
+    step = step.to(tl.int64)
+    draw = draws.to(tl.int64)
     found, low, high = _key_range(
-        meta, meta_frames, capacity, step, sweep, draw, KEY, PER, FRAME, BLOCK
+        meta, meta_frames, capacity, step, sweep, draw, spare, KEY, PER, FRAME, BLOCK
     )
-    tl.debug_barrier()  # a scalar load is done by every thread: all have read hand and draws now
-    tl.store(draws, calls)
+    tl.debug_barrier()  # a scalar load is done by every thread: all have read the hand now
     if found > 0:
         # Where all of them go the threshold is the largest key, and there is nothing to search.
         low = tl.where(found <= count, high, low)
         threshold, below = _threshold(
-            meta, meta_frames, capacity, step, sweep, draw, count, low, high,
+            meta, meta_frames, capacity, step, sweep, draw, spare, count, low, high,
             KEY, PER, FRAME, BLOCK,
         )  # fmt: skip
         last = _take_victims(
-            maps, meta, map_frames, meta_frames, room, capacity, step, sweep, draw, threshold,
-            count - below, KEY, PER_MAP, MAP_FRAME, PER, FRAME, BLOCK,
+            maps, meta, map_frames, meta_frames, room, capacity, step, sweep, draw, spare,
+            threshold, count - below, KEY, PER_MAP, MAP_FRAME, PER, FRAME, BLOCK,
         )  # fmt: skip
         tl.store(hand, tl.where(last + 1 == capacity, 0, last + 1))
     return tl.minimum(found, count)

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indexer import KeyPages
+from . import index_scores_tensor as tensor
 from .launch import FUSION, aligned, blocks, power_of_two
 
 ENTRIES, CHANNELS, WARPS = 128, 16, 8
@@ -89,10 +90,15 @@ def index_scores(
 ) -> Tensor:
     """Scores of n query rows against the keys of their segments.
 
-    q: [n, H, d], weights: [n, H], float32. pages: keys of d values, float32 or bf16. row_segment,
-    visible: int64 [n]; most: no row sees more entries. Rows that see ``above`` entries or fewer are
-    left out. Returns float32 [n, most], undefined from ``visible`` on and for rows left out.
+    q: [n, H, d], weights: [n, H], float32 or bf16. pages: keys of d values, float32 or bf16, or
+    uint8 records (``kernels/fp8.py``); 8-bit keys, and bf16 ones beside bf16 queries, are scored on
+    tensor cores (``index_scores_tensor.py``), all else in IEEE float32. row_segment, visible: int64
+    [n]; most: no row sees more entries. Rows that see ``above`` entries or fewer are left out.
+    Returns float32 [n, most], undefined from ``visible`` on and for rows left out.
     """
+    if pages.view.dtype == torch.uint8 or (pages.view.dtype == q.dtype == torch.bfloat16):
+        return tensor.index_scores(q, weights, pages, row_segment, visible, most, scale, above)
+    q, weights = q.float(), weights.float()
     n, heads, width = q.shape
     scores = torch.empty(n, most, dtype=torch.float32, device=q.device)
     if scores.numel() == 0:

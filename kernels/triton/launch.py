@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 import triton
 from torch import Tensor
 
@@ -27,3 +30,11 @@ def power_of_two(size: int, least: int = 1) -> int:
 def blocks(size: int, block: int) -> int:
     """Blocks that cover ``size``."""
     return -(-size // block)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device: for grids that stay the same whatever the work. Two, interpreted."""
+    if device.type != "cuda":
+        return 2
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

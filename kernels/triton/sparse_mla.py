@@ -1,6 +1,9 @@
 """Sparse multi-head latent attention that gathers its rows inside the kernel (absorbed form,
 DeepSeek-V2, section 2.1.2; softmax kept on line, "FlashAttention-2", 2023).
 
+Here: float32 queries, in IEEE float32. bf16 queries and 8-bit rows go to tensor cores
+(``sparse_mla_tensor.py``).
+
 One program attends HEADS heads of one query row over its k selected rows, ROWS at a time, in
 ascending order of the selection: one fixed order of sums per row, whatever the batch. A row's
 leading ``value_width`` columns are its value, all of it is its key. Scores are added up over slices
@@ -17,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import sparse_mla_tensor as tensor
 from .launch import FUSION, aligned, blocks, power_of_two
 
 HEADS, ROWS, CHANNELS = 16, 32, 32
@@ -91,11 +95,15 @@ def sparse_mla(
 ) -> Tensor:
     """Attention of n query rows over k selected rows each.
 
-    query: float32 [n, H, w] in row space. view: [F, per, w], the rows of one layer as they lie in
-    the arena, float32 or bf16, any frame and row stride. locations: int64 [n, k], frame * per +
-    place. valid: bool [n, k]; rows that are not valid are not read. value_width: leading columns
-    that are the value. Returns float32 [n, H, value_width]; zeros for a row without valid entries.
+    query: float32 or bf16 [n, H, w] in row space. view: [F, per, w], the rows of one layer as they
+    lie in the arena, float32, bf16, or uint8 records (``kernels/fp8.py``) instead of w values; any
+    frame and row stride. locations: int64 or int32 [n, k], frame * per + place. valid: bool [n, k];
+    rows that are not valid are not read. value_width: leading columns that are the value. Returns
+    [n, H, value_width] in the query's dtype; zeros for a row without valid entries.
     """
+    if view.dtype == torch.uint8 or (view.dtype == query.dtype == torch.bfloat16):
+        return tensor.sparse_mla(query, view, locations, valid, value_width, scale)
+    query = query.float()
     n, heads, width = query.shape
     k = locations.shape[1]
     out = torch.empty(n, heads, value_width, dtype=torch.float32, device=query.device)

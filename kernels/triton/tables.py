@@ -12,6 +12,8 @@ ABSENT = tl.constexpr(_ABSENT)
 PAD = tl.constexpr(_PAD)
 # An entry of a slot that the current call wants, while victims are chosen: free is -1, wanted -2.
 WANTED = tl.constexpr(-2)
+# A location that is still to be found: the record is missing.
+MISS = tl.constexpr(-2)
 
 
 @triton.jit
@@ -28,11 +30,9 @@ def location_of(frames, index, mask, PER: tl.constexpr):
 
 
 @triton.jit
-def wanted_tile(wanted, start, width, BLOCK: tl.constexpr):
-    """Columns of a row of wanted entries, which of them exist, the entries (int32, PAD past the end)."""
-    column = start + tl.arange(0, BLOCK)
-    inside = column < width
-    return column, inside, tl.load(wanted + column, mask=inside, other=PAD).to(tl.int32)
+def is_entry(entry):
+    """Whether a wanted number is an entry: negative numbers and PAD are none."""
+    return (entry >= 0) & (entry != PAD)
 
 
 @triton.jit

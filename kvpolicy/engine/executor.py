@@ -14,6 +14,7 @@ from kvpolicy.engine.decoding import Decoder
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.sampler import DeviceSampler
 from kvpolicy.engine.scheduler import Batch, Rows
+from kvpolicy.kernels.paging import upload
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.models.loader import DecodeModel
 from kvpolicy.sampling import choose_token
@@ -91,6 +92,10 @@ class Executor:
         """Whether a step can be launched before the tokens of the last one have been read."""
         return self.sampler is not None
 
+    def close(self) -> None:
+        """Drop captured graphs and what they hold. Nothing may run any more."""
+        self.decoder = None
+
     def launch(self, batch: Batch, step: int) -> Launched:
         """Compute and commit a step's rows, and decide their tokens."""
         launched = Launched()
@@ -123,7 +128,7 @@ class Executor:
     def _host_step(self, rows: Rows, step: int, launched: Launched) -> None:
         """A step whose shape the host knows row by row."""
         memory = self.memory.begin_step(rows.segments, step)
-        numbers = torch.tensor([*rows.tokens, *rows.wanted], dtype=torch.int64).to(self._device)
+        numbers = upload([*rows.tokens, *rows.wanted], self._device)
         tokens, wanted = numbers[: len(rows.tokens)], numbers[len(rows.tokens) :]
         if self.sampler is not None:
             tokens = self.sampler.tokens_of(memory.numbers.seat, tokens)

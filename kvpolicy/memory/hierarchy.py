@@ -77,6 +77,13 @@ class Hierarchy:
         self._tables = make_tables(
             layout, self.arena, staging, reserve.staging_rows, reserve.inflight_rows, reserve.seats
         )
+        shared = self._tables
+        self._stores = tuple(
+            own.as_kernels_see_it(self.host, staging, inflight, self.counters.retrieval.by_seat)
+            for own, staging, inflight in zip(
+                shared.stores, shared.staging, shared.inflight, strict=True
+            )
+        )
         self._committer = Committer(self.host, self.ops, self.counters, device)
 
     def _check_fixed(self, device_bytes: int) -> None:
@@ -328,11 +335,10 @@ class Hierarchy:
         return DecodeStep(
             self.layout,
             self._tables,
-            self.host,
+            self._stores,
             self.ops,
             RULES[self.rule.eviction],
             self.rule.admit_newest,
-            self.counters,
             inputs,
             most_tokens,
             segments,
@@ -411,6 +417,14 @@ class Hierarchy:
         """Drop the selections kept for whoever followed a request: a swap may leave nobody who does."""
         for request in self.requests.values():
             request.trace = None
+
+    def close(self) -> None:
+        """Free both tiers, once nothing runs and every request is released; counters and books stay
+        readable. A second call does nothing."""
+        for name in ("_tables", "_stores", "_committer"):  # all that has views of the buffers
+            self.__dict__.pop(name, None)
+        self.arena.close()
+        self.host.close()
 
     # --- counters --------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.errors import IntegrityError
-from kvpolicy.kernels.eviction import stamp_of
+from kvpolicy.kernels.eviction import SweepState, stamp_of
 from kvpolicy.kernels.paging import Paged, arange
 from kvpolicy.kernels.resolve import ABSENT
 from kvpolicy.memory.arena import Arena, Table
@@ -59,7 +59,7 @@ class HotCache:
         self._meta = Table(arena, self.layout.meta, ("hot", *owner), cache.meta_frames[seat])
         self._frames = arena.frames
         self._set_form(0, full=False)
-        cache.draws[seat] = 0  # whoever sat here before: a request's evictions are its own
+        self._start_anew()  # whoever sat here before: a request's evictions are its own
         self._clear_map(0)
 
     # --- reading -------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class HotCache:
         fresh = arange(rows, self.device)[old:]
         self._set_meta(fresh, torch.full_like(fresh, ABSENT), torch.zeros_like(fresh))
         self._set_form(rows, full=False)
-        self._tables.cache.hand[self._seat] = old
+        self._tables.cache.hand[self._seat].fill_(old)
 
     def _shrink(self, rows: int) -> None:
         """Keep the most recently used rows; those beyond the new end move into freed slots."""
@@ -143,8 +143,9 @@ class HotCache:
         self._rows.resize(rows)
         self._meta.resize(rows)
         self._set_form(rows, full=False)
-        hand = self._tables.cache.hand
-        hand[self._seat] = hand[self._seat] % rows if rows else 0
+        self._tables.cache.used[self._seat].clamp_(max=rows)
+        if rows:
+            self._tables.cache.hand[self._seat].remainder_(rows)
 
     def _become_full(self, committed: int, load: Load) -> None:
         """Promotion: all rows come from the host into place. The map is left absent, unused."""
@@ -166,9 +167,10 @@ class HotCache:
         records = self._rows.paged.get(entries)
         self._rows.resize(0)
         self._set_form(0, full=False)
-        self._tables.cache.draws[self._seat] = 0
+        self._start_anew()
         self._grow(rows)
         if rows and entries.numel():
+            self._tables.cache.used[self._seat].fill_(entries.numel())
             slots = arange(entries.numel(), self.device)
             stamps = torch.zeros_like(slots)
             if recent is not None:
@@ -182,6 +184,7 @@ class HotCache:
         every = arange(self.capacity, self.device)
         self._set_meta(every, torch.full_like(every, ABSENT), torch.zeros_like(every))
         slots = every[: entries.numel()]
+        self._tables.cache.used[self._seat].fill_(entries.numel())
         self._place(entries, slots, torch.full_like(slots, stamp_of(step, hit=False)))
         load(entries, self.locate(slots))
 
@@ -197,7 +200,14 @@ class HotCache:
         self.capacity, self.full = capacity, full
         self._tables.set_form(self._seat, capacity, full)
         if not capacity or full:
-            self._tables.cache.hand[self._seat] = 0
+            for number in (self._tables.cache.hand, self._tables.cache.used):
+                number[self._seat].zero_()
+
+    def _start_anew(self) -> None:
+        """What evictions keep between calls is as at the start."""
+        cache, start = self._tables.cache, SweepState()
+        cache.draws[self._seat].fill_(start.draws)
+        cache.age[self._seat].fill_(start.age)
 
     def _column(self, index: int) -> Paged:
         return self._meta.column(index)
@@ -256,6 +266,8 @@ class HotCache:
         slots = arange(self.capacity, self.device)
         entry_of = self._column(ENTRY).get(slots).long()
         held = slots[entry_of != ABSENT]
+        if not torch.equal(held, slots[: int(tables.used[seat])]):
+            raise IntegrityError(f"{where}: the slots in use are not the first {len(held)}")
         if not torch.equal(slot_of[entries].sort().values, held):
             raise IntegrityError(f"{where}: map and slots disagree on which slots are taken")
         if not torch.equal(slot_of[entry_of[held]], held):

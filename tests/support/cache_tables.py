@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpolicy.kernels.eviction import CLOCK_SPARE_STEPS
 from kvpolicy.kernels.paging import Paged
 from kvpolicy.kernels.resolve import ABSENT, PAD, CacheTables
 
@@ -65,9 +66,9 @@ def make_tables(
             )
     tables = _over(arena, shape, frames, seats)
     for seat, s in enumerate(seats):
+        state = tables.state(seat)
+        state.slot_of.put(torch.arange(s.entries), torch.full((s.entries,), ABSENT))
         if not s.full:
-            state = tables.state(seat)
-            state.slot_of.put(torch.arange(s.entries), torch.full((s.entries,), ABSENT))
             state.entry_of.put(torch.arange(s.capacity), torch.full((s.capacity,), ABSENT))
             state.stamp.put(torch.arange(s.capacity), torch.zeros(s.capacity))
     return arena, tables
@@ -89,8 +90,10 @@ def _over(arena: Tensor, shape: Shape, frames: list[Tensor], seats: list[Seat]) 
         meta_frames=frames[2].to(device),
         capacity=torch.tensor([s.capacity for s in seats], dtype=torch.int32, device=device),
         full=torch.tensor([s.full for s in seats], device=device),
-        hand=zeros,
+        used=zeros,
+        hand=zeros.clone(),
         draws=zeros.clone(),
+        age=torch.full_like(zeros, CLOCK_SPARE_STEPS),
     )
 
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from kvpolicy.kernels import fp8
 from kvpolicy.kernels.indexer import KeyPages
 from kvpolicy.kernels.ops import Ops
 
@@ -15,21 +16,29 @@ def randn(device: torch.device, *shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
+def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
+    """NaN everywhere; uint8: all bits set, which is NaN as e4m3, bf16 and float32."""
+    return torch.full(shape, 255 if dtype == torch.uint8 else math.nan, dtype=dtype)
+
+
 def paged_keys(device: torch.device, counts: list[int], dim: int, dtype: torch.dtype) -> KeyPages:
-    """Keys of several segments in scattered frames of 7 keys; NaN wherever no key lies."""
+    """Keys of several segments in scattered frames of 7 keys; NaN wherever no key lies. uint8: 8-bit
+    records."""
+    width, dim = dim, dim + 4 if dtype == torch.uint8 else dim
     per = 7
     frames = [-(-count // per) for count in counts]
     order = torch.randperm(sum(frames) + 3, generator=torch.Generator().manual_seed(5))
-    arena = torch.full((sum(frames) + 3, per * dim + 5), math.nan, dtype=dtype)
+    arena = poisoned(sum(frames) + 3, per * dim + 8, dtype=dtype)
     view = arena[:, : per * dim].view(-1, per, dim)
     table = torch.full((len(counts), max(frames) + 1), -1)
     taken = 0
     for segment, (count, own) in enumerate(zip(counts, frames, strict=True)):
         table[segment, :own] = order[taken : taken + own]
         taken += own
-        keys = torch.randn(count, dim, generator=torch.Generator().manual_seed(segment))
+        keys = torch.randn(count, width, generator=torch.Generator().manual_seed(segment))
+        keys = fp8.quantize_keys(keys) if dtype == torch.uint8 else keys.to(dtype)
         for entry in range(count):
-            view[table[segment, entry // per], entry % per] = keys[entry].to(dtype)
+            view[table[segment, entry // per], entry % per] = keys[entry]
     arena = arena.to(device)
     return KeyPages(arena[:, : per * dim].view(-1, per, dim), table.to(device))
 
@@ -57,7 +66,8 @@ class IndexCase:
 class AttentionCase:
     """Queries over rows scattered in the middle layer of an arena of three; NaN everywhere else.
 
-    Padding points into the NaN, and stands between valid rows as well as after them.
+    Padding points into the NaN, and stands between valid rows as well as after them. dtype: of rows;
+    uint8: 8-bit records.
     """
 
     def __init__(
@@ -69,14 +79,17 @@ class AttentionCase:
     ) -> None:
         heads, width, self.value, k = shape
         self.scale = width**-0.5
+        eight_bit = dtype == torch.uint8
+        item = fp8.row_bytes(self.value, width - self.value) if eight_bit else width
         g = torch.Generator().manual_seed(3)
-        arena = torch.full((30, 11 * 3 * width + 5), math.nan, dtype=dtype, device=device)
-        self.view = arena[:, : 11 * 3 * width].view(30, 11, 3, width)[:, :, 1]
+        arena = poisoned(30, 11 * 3 * item + 8, dtype=dtype).to(device)
+        self.view = arena[:, : 11 * 3 * item].view(30, 11, 3, item)[:, :, 1]
         places = torch.stack([torch.randperm(320, generator=g)[:k] for _ in range(n)]).to(device)
         self.valid = torch.rand(n, k, generator=g).to(device) < 0.8
         self.locations = torch.where(self.valid, places, 320 + places % 10)
         used = places[self.valid].unique()
-        rows = torch.randn(320, width, generator=g).to(device, dtype)
+        rows = torch.randn(320, width, generator=g)
+        rows = (fp8.quantize_rows(rows, self.value) if eight_bit else rows.to(dtype)).to(device)
         self.view[used // 11, used % 11] = rows[used]
         self.query = torch.randn(n, heads, width, generator=g).to(device)
 
