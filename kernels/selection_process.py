@@ -30,9 +30,9 @@ MASK = 0xFFFFFFFF
 MIX_1, MIX_2 = 0x85EBCA6B, 0xC2B2AE35
 REQUEST, SELECTOR, BIN = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 EPOCH, DRAW, DRIFT = 0x27D4EB2F, 0x165667B1, 0x2C1B3C6D
-# Powers of 1 / 1.2207 (Roberts 2018): multiples of the three fill a cube evenly. So every request has the
+# Powers of 1 / 1.3247 (Roberts 2018): multiples of the two fill a square evenly. So every request has the
 # same share of bins of every kind, and its miss rate is that of all.
-SPREAD_1, SPREAD_2, SPREAD_3 = 0xD1B54A33, 0xABC98389, 0x8CB92BA7
+SPREAD_1, SPREAD_2 = 0xC13FA9A9, 0x91E10DA5
 # The history that bins cover grows in steps of 1/16 to 1/32 of the context, so that an entry stays in
 # its bin: at 100K all bins move once in 4,096 tokens, and until then the newest that have left the
 # window are in none.
@@ -47,15 +47,12 @@ class ProcessTables:
 
     shifts: int64 [SHIFTS], the epochs' log2 lengths. ranks: int64 [RANKS], popularity ranks of draws,
     taken modulo the bin's entries. drifts: int64 [SHIFTS], log2 of steps between two orders of
-    popularity. loops: of 256 bins so many take their entries in turn, 2 to 1 + 2**loop_bits of them.
-    window: part of k that the newest entries take, in 1/1024.
+    popularity. window: part of k that the newest entries take, in 1/1024.
     """
 
     shifts: Tensor
     ranks: Tensor
     drifts: Tensor
-    loops: int
-    loop_bits: int
     window: int
 
 
@@ -97,9 +94,7 @@ def select(
     shift = tables.shifts[(j * SPREAD_1 + own[:, None] & MASK) >> 24]
     epoch = epoch_of(seen + (key >> 8 & 0xFFFF), shift, key)
     draw = mix(key ^ (epoch * DRAW & MASK))
-    in_turn = (j * SPREAD_3 + own[:, None] & MASK) >> 24 < tables.loops
-    turns = 2 + (key >> 20 & ((1 << tables.loop_bits) - 1))
-    rank = torch.where(in_turn, epoch % turns, tables.ranks[draw & (RANKS - 1)])
+    rank = tables.ranks[draw & (RANKS - 1)]
     drift = tables.drifts[(j * SPREAD_2 + own[:, None] & MASK) >> 24]
     order = epoch_of(seen + (key >> 12 & 0xFFFFF), drift, key ^ DRIFT)
     turn = mix(key ^ (order * DRIFT & MASK))

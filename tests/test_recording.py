@@ -166,6 +166,7 @@ def write(path: Path) -> Path:
         "count": np.array([4, 1]),
         "accepted": np.array([4, 1]),
         "kind": np.array([1, 2]),
+        "seat": np.array([0, 0]),
         "joined": np.array([1, 0]),
         "budgets": np.array([[2], [-1]], dtype=np.int32),
     }

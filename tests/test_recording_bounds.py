@@ -38,6 +38,7 @@ def lane_of(
         weight=weight,
         at=np.arange(first + 1, first + 1 + n),
         back=np.zeros(n, dtype=bool),
+        seats=np.zeros(n + 1, dtype=np.int64),
         calls=[[row] for row in rows],
         wanted=rows,
         recent=rows,

@@ -109,7 +109,7 @@ def test_parameters_out_of_range(name: str, value: float) -> None:
 
 
 def test_tables_follow_the_parameters() -> None:
-    even = ProcessParameters(1.0, 0.0, 3, 0.0, 0.0, 9, 0.25, 4, 0.5, 2, 0)
+    even = ProcessParameters(1.0, 0.0, 3, 0.0, 0.0, 9, 0.25, 4, 0)
     tables = make_tables(even, CPU)
     assert torch.bincount(tables.shifts).tolist() == [64] * 4
     assert torch.bincount(tables.ranks).tolist() == [16] * 64

@@ -24,14 +24,13 @@ from ..selection_process import RESOLUTION as _RESOLUTION
 from ..selection_process import SELECTOR as _SELECTOR
 from ..selection_process import SPREAD_1 as _SPREAD_1
 from ..selection_process import SPREAD_2 as _SPREAD_2
-from ..selection_process import SPREAD_3 as _SPREAD_3
 from ..selection_process import ProcessTables, mix_int, window_of
 from .launch import blocks, power_of_two
 
 BIN, DRAW, DRIFT, EPOCH = (tl.constexpr(x) for x in (_BIN, _DRAW, _DRIFT, _EPOCH))
 MIX_1, MIX_2, REQUEST, SELECTOR = (tl.constexpr(x) for x in (_MIX_1, _MIX_2, _REQUEST, _SELECTOR))
 RANKS, RESOLUTION = tl.constexpr(_RANKS), tl.constexpr(_RESOLUTION)
-SPREAD_1, SPREAD_2, SPREAD_3 = (tl.constexpr(x) for x in (_SPREAD_1, _SPREAD_2, _SPREAD_3))
+SPREAD_1, SPREAD_2 = tl.constexpr(_SPREAD_1), tl.constexpr(_SPREAD_2)
 LIMIT = tl.constexpr(2 << _RESOLUTION)
 BLOCK = 1024
 
@@ -54,7 +53,7 @@ def _epoch(time, shift, key):
     return turn + (inside >= cut).to(tl.uint32)
 
 
-@triton.jit(do_not_specialize=["k", "seed", "selector", "loops", "loop_span", "window"])
+@triton.jit(do_not_specialize=["k", "seed", "selector", "window"])
 def _select_kernel(
     shifts: tl.tensor,
     ranks: tl.tensor,
@@ -65,8 +64,6 @@ def _select_kernel(
     k: tl.tensor,
     seed: tl.tensor,
     selector: tl.tensor,
-    loops: tl.tensor,
-    loop_span: tl.tensor,
     window: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -85,9 +82,6 @@ def _select_kernel(
     epoch = _epoch(time + (key >> 8 & 0xFFFF), shift, key)
     draw = _mix(key ^ (epoch * tl.full([], DRAW, tl.uint32)))
     rank = tl.load(ranks + (draw & (RANKS - 1)).to(tl.int32))
-    kind = (bin * tl.full([], SPREAD_3, tl.uint32) + own) >> 24
-    turns = 2 + (key >> 20 & (loop_span - 1).to(tl.uint32))
-    rank = tl.where(kind < loops.to(tl.uint32), (epoch % turns).to(tl.int64), rank)
     salt = tl.full([], DRIFT, tl.uint32)
     kind = (bin * tl.full([], SPREAD_2, tl.uint32) + own) >> 24
     drift = tl.load(drifts + kind.to(tl.int32)).to(tl.uint32)
@@ -128,8 +122,6 @@ def select(
         k,
         mix_int(seed),
         selector,
-        tables.loops,
-        1 << tables.loop_bits,
         window_of(k, tables.window),
         BLOCK=block,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,7 +52,6 @@ def record(config: EngineConfig, task: Task, path: Path, label: str = "record:")
         about = {
             **run.record,
             "metrics": _finite(run.metrics),
-            "cache_rule": asdict(engine.memory.rule),
             "phases": [
                 {"name": mark.phase.name, "start": mark.phase.start, "level": mark.phase.level}
                 for mark in result.timeline.marks

@@ -23,7 +23,8 @@ class Lane:
     """One request in one store, from the end of its prompt on.
 
     weight: rows in a record. at: int64 [n], the recording's step of each of its steps, ascending.
-    back: bool [n], it was preempted before the step. calls: per step what each selector wanted, entries committed before the
+    back: bool [n], it was preempted before the step. seats: int64 [n + 1], where it sat, the end of
+    its prompt first. calls: per step what each selector wanted, entries committed before the
     step, ascending. wanted: per step the union. committed: int64 [n + 1], entries durable before each
     step, and after the last; entry ``committed[i]`` to ``committed[i + 1]`` - 1 came with step i. seed:
     what the last prompt row selected, ascending. seeded_at: step of the recording at which the prompt
@@ -36,6 +37,7 @@ class Lane:
     weight: int
     at: Entries
     back: NDArray[np.bool_]
+    seats: Entries
     calls: list[list[Entries]]
     wanted: list[Entries]
     recent: list[Entries]
@@ -95,6 +97,7 @@ def _lane(
         weight=store.layers,
         at=rows.at[starts[1:]],
         back=rows.back[starts[1:]],
+        seats=recording.segments["seat"][rows.segment[starts]],
         calls=calls,
         wanted=wanted,
         recent=recent,

@@ -29,6 +29,7 @@ SEGMENT_COLUMNS: Mapping[str, type[np.generic]] = {
     "count": np.int64,  # rows
     "accepted": np.int64,  # of them
     "kind": np.int64,  # see KINDS
+    "seat": np.int64,  # of the request, CLOCK's lazy stamps go by it
     "joined": np.int64,  # 1 where the request came to the device in this step, or came back
 }
 LANE_COLUMNS: Mapping[str, type[np.generic]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ class Recorder:
             self._requests.setdefault(request.id, (request.max_tokens, request.arrived_step))
             joined = int(request.admitted_step == step)
             self._segments.append(
-                (at, request.id, request.computed - count, count, count, kind, joined)
+                (at, request.id, request.computed - count, count, count, kind, held.seat, joined)
             )
             self._budgets.append(tuple(-1 if hot.full else hot.capacity for hot in held.hot))
             if kind != PROMPT:
@@ -176,11 +177,15 @@ class Recorder:
         """Write what is left, the requests and the record (ready for JSON), and leave the engine.
 
         outputs: of every request of the run. origin: the engine's clock at its start (None: when the
-        recorder was made).
+        recorder was made). ``cache_rule`` is added to the record: how hot caches behaved at the end, and
+        whether new rows were admitted like misses (by the steps that the host shapes) or offered.
         """
         self._note_time()
         self._flush()
         start = self._origin if origin is None else origin
+        rule = asdict(self.engine.memory.rule)
+        rule["offers"] = self.engine.executor.decoder is not None
+        record = {**record, "cache_rule": rule}
         self.writer.close(
             self._table(outputs, start), record, np.array(self._seconds[1:], dtype=np.float32)
         )

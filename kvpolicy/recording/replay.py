@@ -41,13 +41,13 @@ class _State:
             else:
                 self.cache.resize(budget)
 
-    def start(self, budget: int, entries: Numbers, step: int) -> None:
-        """A new cache of this budget that holds ``entries``."""
-        self.cache = SlotCache(self.cache.rule, self.cache.entries)
+    def start(self, budget: int, entries: Numbers, seat: int) -> None:
+        """A new cache of this budget that holds ``entries``, of a request that comes back."""
+        self.cache = SlotCache(self.cache.rule, self.cache.entries, seat)
         self.full = budget >= FULL
         if not self.full:
             self.cache.resize(budget)
-            self.cache.seed(entries[: max(budget, 0)], step)
+            self.cache.seed(entries, step=0)
 
     def resize(self, budget: int, committed: int, recent: Numbers) -> None:
         """Another budget, with what the runtime does when a cache becomes full or ceases to be."""
@@ -71,13 +71,15 @@ def replay(
     steps: Numbers,
     seed: str = "selection",
     admit_newest: bool = True,
+    offers: bool = True,
 ) -> Outcome:
     """Misses of one lane under a rule and budgets (int64 [n + 1], as ``lane.budgets``).
 
-    steps: engine step of every step of the recording. seed, admit_newest: see ``CacheRule``. Equal to
+    steps: engine step of every step of the recording. seed, admit_newest: see ``CacheRule``. offers: new
+    rows are offered (``kernels.publish``), else admitted like misses, as host-shaped steps do. Equal to
     what the engine counts, as long as a budget is set once between two steps.
     """
-    state = _State(SlotCache(rule, lane.entries + 1))
+    state = _State(SlotCache(rule, lane.entries + 1, int(lane.seats[0])))
     state.read(lane.prior if budgets is lane.budgets else budgets[:1], int(budgets[0]))
     if not state.full:
         state.cache.seed(_seed(lane, int(budgets[0]), seed), int(steps[lane.seeded_at]))
@@ -86,16 +88,19 @@ def replay(
     for i, at in enumerate(lane.at.tolist()):
         budget, committed, step = int(budgets[i + 1]), int(lane.committed[i]), int(steps[at])
         if lane.back[i]:  # it was preempted, and comes back with its last selection
-            state.start(budget, recent[recent < committed][-budget:] if budget else recent[:0], 0)
+            held = recent[recent < committed]
+            state.start(budget, held[max(held.size - budget, 0) :], int(lane.seats[i + 1]))
             state.promoted += committed * state.full
         else:
             state.resize(budget, committed, recent)
         if not state.full:
             for call in lane.calls[i]:
                 missed[i] += state.cache.resolve(call, step).size
-            if state.cache.capacity:
-                new = np.arange(committed, lane.committed[i + 1])
-                state.cache.resolve(new, step, evict=admit_newest)
+            new = np.arange(committed, lane.committed[i + 1])
+            if offers:
+                state.cache.offer(new, step, admit_newest)
+            elif state.cache.capacity:
+                state.cache.resolve(new, step, admit_newest)
         recent = lane.recent[i]
     return Outcome(missed, state.promoted)
 

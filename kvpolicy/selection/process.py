@@ -24,8 +24,8 @@ class ProcessParameters:
     of how much rarer each class of bins is than the one whose epochs are half as long. longest: log2
     steps of the longest epochs. popularity, offset: a bin's entry of rank r = 1, 2, ... is drawn in
     proportion to (r + offset) ** -popularity (Zipf-Mandelbrot). drift: log2 steps between two orders of
-    popularity; brief: the share of bins where they are ``brief_drift`` instead. loops: the share of
-    bins that take 2 to 1 + 2**loop_bits entries in turn. window: newest entries, in 1/1024 of k.
+    popularity; brief: the share of bins where they are ``brief_drift`` instead. window: newest
+    entries, in 1/1024 of k.
     """
 
     restless: float
@@ -36,8 +36,6 @@ class ProcessParameters:
     drift: int
     brief: float
     brief_drift: int
-    loops: float
-    loop_bits: int
     window: int
 
     def __post_init__(self) -> None:
@@ -50,8 +48,6 @@ class ProcessParameters:
             "drift": (0, 20),
             "brief": (0.0, 1.0),
             "brief_drift": (0, 20),
-            "loops": (0.0, 1.0),
-            "loop_bits": (0, 5),
             "window": (0, 1024),
         }
         for name, (least, most) in bounds.items():
@@ -69,8 +65,6 @@ GLM_5_1 = ProcessParameters(
     drift=14,
     brief=0.3,
     brief_drift=5,
-    loops=0.1,
-    loop_bits=3,
     window=177,
 )
 """Fitted by ``benchmarks/fit_selection_process.py`` to the miss rates of GLM-5.1 that the HiSparse paper
@@ -93,8 +87,6 @@ def make_tables(parameters: ProcessParameters, device: torch.device) -> ProcessT
         shifts=torch.from_numpy(_quantiles(length, SHIFTS)).to(device),
         ranks=torch.from_numpy(_quantiles(draws, RANKS)).to(device),
         drifts=torch.from_numpy(np.array(drifts)[_quantiles(shares, SHIFTS)]).to(device),
-        loops=round(256 * parameters.loops),
-        loop_bits=parameters.loop_bits,
         window=parameters.window,
     )
 

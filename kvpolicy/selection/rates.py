@@ -68,6 +68,7 @@ def lane_of(source: SelectionSource, selector: Selector, request: int, context: 
         weight=1,
         at=np.arange(1, steps + 1),
         back=np.zeros(steps, dtype=bool),
+        seats=np.zeros(steps + 1, dtype=np.int64),
         calls=[[each] for each in wanted],
         wanted=wanted,
         recent=list(chosen[1:]),

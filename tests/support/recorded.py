@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,7 @@ def recorded(
             running = engine.scheduler.running
             if preempt_every and engine.steps % preempt_every == 0 and len(running) > 1:
                 engine.residents.preempt(running[-1], engine.steps)
-        record = {
-            **engine.record(),
-            "metrics": engine.metrics(),
-            "cache_rule": asdict(engine.memory.rule),
-        }
+        record = {**engine.record(), "metrics": engine.metrics()}
         recorder.finish([handle.result() for handle in handles], record)
     return Recording(path)
 
