@@ -3,9 +3,9 @@
     python benchmarks/fit_selection_process.py              # the table of the fitted process
     python benchmarks/fit_selection_process.py --fit 600    # search for 600 seconds from there
 
-The search is Gauss-Newton with a ridge and weights, on the parameters that are real numbers, for a quarter
-of the rows (bins are independent: 512 of 25,000 miss as 2,048 of 100,000 do), and keeps what lowers the largest
-error. On one CPU core; nothing here needs a GPU.
+The search is Gauss-Newton with a ridge and weights, on the parameters that are real numbers, for a
+quarter of the rows (bins are independent: 512 of 25,000 miss much as 2,048 of 100,000 do), and keeps what
+lowers the largest error. On one CPU core; nothing here needs a GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ EXTRA = (("clock", 2), ("clock", 4), ("lru", 8), ("belady", 1), ("belady", 4))
 
 
 def rates(
-    parameters: ProcessParameters, scale: int, points: tuple[tuple[str, int], ...], span: Span, seed: int
+    parameters: ProcessParameters,
+    scale: int,
+    points: tuple[tuple[str, int], ...],
+    span: Span,
+    seed: int,
 ) -> NDArray[np.float64]:
     """Miss rates in percent at points, for 1/scale of top-k and context."""
     geometry = preset("glm-5.3")
@@ -83,7 +87,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--fit", type=float, metavar="SECONDS", help="search first")
     parser.add_argument("--scale", type=int, default=1, help="1/SCALE of the rows in the table")
-    parser.add_argument("--seeds", type=int, default=2, help="requests that the table is the mean of")
+    parser.add_argument(
+        "--seeds", type=int, default=2, help="requests that the table is the mean of"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     parameters = fit(options.fit, 4) if options.fit else GLM_5_1
@@ -91,14 +97,19 @@ def main() -> None:
     each = [rates(parameters, options.scale, points, Span(), s) for s in range(options.seeds)]
     mean = np.mean(each, axis=0)
     if options.json:
-        found = {f"{policy} {m}k": round(float(x), 2) for (policy, m), x in zip(points, mean, strict=True)}
+        found = {
+            f"{policy} {m}k": round(float(x), 2)
+            for (policy, m), x in zip(points, mean, strict=True)
+        }
         print(json.dumps({"parameters": asdict(parameters), "miss_percent": found}, indent=2))
         return
     print(parameters)
     print(f"{'policy':<8} {'rows':>6} {'published':>10} {'process':>8} {'error':>6}")
     for (policy, multiple), value in zip(points, mean, strict=True):
         known = PUBLISHED.get((policy, multiple))
-        shown = ("-", "-") if known is None else (f"{100 * known:.1f}", f"{value - 100 * known:+.1f}")
+        shown = (
+            ("-", "-") if known is None else (f"{100 * known:.1f}", f"{value - 100 * known:+.1f}")
+        )
         print(f"{policy:<8} {2048 * multiple:>6} {shown[0]:>10} {value:>8.1f} {shown[1]:>6}")
 
 

@@ -113,7 +113,9 @@ def covered_of(history: Tensor, bins: int) -> Tensor:
     step = torch.ones_like(history)
     # The exponent by comparison: the same integer on every device.
     for bit in range(RESOLUTION + 1, 31):
-        step = torch.where(history >= 1 << bit, torch.full_like(step, 1 << (bit - RESOLUTION)), step)
+        step = torch.where(
+            history >= 1 << bit, torch.full_like(step, 1 << (bit - RESOLUTION)), step
+        )
     return torch.maximum(history.clamp_min(0) // step * step, torch.full_like(history, bins))
 
 

@@ -75,9 +75,7 @@ def fewest(lane: Lane) -> int:
         return len(wanted - held) + min(cost(step + 1, frozenset(c)) for c in choices)
 
     room = int(min(lane.budgets[0], lane.budgets[1]))
-    return min(
-        cost(0, frozenset(c)) for c in combinations(range(START), min(room, START))
-    )
+    return min(cost(0, frozenset(c)) for c in combinations(range(START), min(room, START)))
 
 
 @given(small_lanes())
@@ -149,8 +147,15 @@ def fewest_shared(a: Lane, b: Lane, room: list[int]) -> int:
     return cost(0, frozenset())
 
 
-@given(small_lanes(3), small_lanes(3), st.integers(0, 2), st.lists(st.integers(0, 5), min_size=6, max_size=6))
-def test_the_pool_is_the_minimum_of_all_splits(a: Lane, b: Lane, later: int, room: list[int]) -> None:
+@given(
+    small_lanes(3),
+    small_lanes(3),
+    st.integers(0, 2),
+    st.lists(st.integers(0, 5), min_size=6, max_size=6),
+)
+def test_the_pool_is_the_minimum_of_all_splits(
+    a: Lane, b: Lane, later: int, room: list[int]
+) -> None:
     moved = [w.tolist() for w in b.wanted]
     b = lane_of(moved, [0] * (len(moved) + 1), first=later)
     assert Pool([a, b], 6).misses(np.array(room)).sum() == fewest_shared(a, b, room)
@@ -235,9 +240,7 @@ def test_budgets_never_exceed_the_memory() -> None:
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     path = tmp_path_factory.mktemp("oracle") / "a.npz"
-    return recorded(
-        ToyModel(), path, prompts(5), 40, controller="static:device_buffer_rows=6"
-    )
+    return recorded(ToyModel(), path, prompts(5), 40, controller="static:device_buffer_rows=6")
 
 
 def test_the_bound_is_below_everything(recording: Recording) -> None:

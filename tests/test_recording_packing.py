@@ -10,7 +10,19 @@ from hypothesis import strategies as st
 from kvpolicy.errors import UserError
 from kvpolicy.recording.packing import pack, pack_numbers, unpack, unpack_numbers
 
-EDGES = [0, 1, 127, 128, 16383, 16384, (1 << 21) - 1, 1 << 21, (1 << 28) - 1, 1 << 28, (1 << 31) - 1]
+EDGES = [
+    0,
+    1,
+    127,
+    128,
+    16383,
+    16384,
+    (1 << 21) - 1,
+    1 << 21,
+    (1 << 28) - 1,
+    1 << 28,
+    (1 << 31) - 1,
+]
 
 
 def rows_of(selections: list[list[int]], k: int) -> np.ndarray:

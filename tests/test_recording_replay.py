@@ -18,7 +18,12 @@ from kvpolicy.recording.caches import RULES, SlotCache, keep_order, rule_named
 from kvpolicy.recording.lanes import FULL, lanes
 from kvpolicy.recording.oracle import Oracle
 
-CONTROLLERS = ("hisparse:device_buffer_rows=12", "static:device_buffer_rows=9", "resident", "hybrid")
+CONTROLLERS = (
+    "hisparse:device_buffer_rows=12",
+    "static:device_buffer_rows=9",
+    "resident",
+    "hybrid",
+)
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS)

@@ -23,7 +23,9 @@ TABLES = make_tables(GLM_5_1, CPU)
 GLM = preset("glm-5.3")
 
 
-def draw(requests: list[int], visible: list[int], k: int, selector: int = 0, seed: int = 0) -> Tensor:
+def draw(
+    requests: list[int], visible: list[int], k: int, selector: int = 0, seed: int = 0
+) -> Tensor:
     return select(TABLES, seed, torch.tensor(requests), selector, torch.tensor(visible), k)
 
 
@@ -43,7 +45,9 @@ def test_a_selection_is_one(k: int, request: int, visible: int, selector: int, s
     assert int(row[count - 1]) == visible - 1
 
 
-@given(st.lists(st.tuples(st.integers(0, 1 << 30), st.integers(1, 200_000)), min_size=1, max_size=6))
+@given(
+    st.lists(st.tuples(st.integers(0, 1 << 30), st.integers(1, 200_000)), min_size=1, max_size=6)
+)
 def test_a_row_is_its_own(rows: list[tuple[int, int]]) -> None:
     """Whoever stands beside it, in whatever order."""
     requests, visible = (list(column) for column in zip(*rows, strict=True))
@@ -101,7 +105,8 @@ def test_the_source_knows_its_selectors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("longest", 16), ("brief", 1.5), ("window", -1), ("popularity", float("nan"))]
+    ("name", "value"),
+    [("longest", 16), ("brief", 1.5), ("window", -1), ("popularity", float("nan"))],
 )
 def test_parameters_out_of_range(name: str, value: float) -> None:
     with pytest.raises(UserError, match=f"{name} = .*: allowed"):
@@ -139,5 +144,9 @@ def test_the_kernel_draws_the_same(device: torch.device, k: int) -> None:
     expected = select(TABLES, 77, requests, 3, visible, k)
     found = select_triton(tables, 77, requests.to(device), 3, visible.to(device), k)
     assert torch.equal(found.cpu(), expected)
+    if k == GLM.selectors[3].topk:
+        source = ProcessSource(GLM, device, 77, backend="triton")
+        found = source.select(GLM.selectors[3], requests.to(device), visible.to(device))
+        assert torch.equal(found.cpu(), expected)
     nobody = requests[:0].to(device)
     assert select_triton(tables, 77, nobody, 3, nobody, k).shape == (0, k)

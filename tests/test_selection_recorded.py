@@ -23,7 +23,10 @@ from kvpolicy.selection.recorded import stretch
 CPU = torch.device("cpu")
 GLM = preset("glm-5.3")
 
-@given(st.lists(st.sets(st.integers(0, 400), min_size=4, max_size=4), min_size=1), st.integers(1, 9))
+
+@given(
+    st.lists(st.sets(st.integers(0, 400), min_size=4, max_size=4), min_size=1), st.integers(1, 9)
+)
 def test_runs_have_room_and_order(selections: list[set[int]], run: int) -> None:
     chosen = np.array([sorted(s) for s in selections], dtype=np.int32)
     distinct = len(np.unique(chosen))

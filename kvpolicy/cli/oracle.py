@@ -31,11 +31,17 @@ _RULES = "lru,clock,belady"
 
 def oracle_command(
     recording: Annotated[
-        Path, typer.Argument(metavar="RECORDING", help="A file that 'kvpolicy record' wrote.")
+        str,
+        typer.Argument(
+            metavar="RECORDING",
+            help="A file that 'kvpolicy record' wrote, or tiny-dsa-step, which comes with kvpolicy.",
+        ),
     ],
     evictions: Annotated[
         str,
-        typer.Option("--evictions", metavar="NAMES", help="lru, clock, fifo, random, belady; by commas."),
+        typer.Option(
+            "--evictions", metavar="NAMES", help="lru, clock, fifo, random, belady; by commas."
+        ),
     ] = _RULES,
     splits: Annotated[
         str | None,
@@ -56,7 +62,10 @@ def oracle_command(
     interval: Annotated[
         int | None,
         typer.Option(
-            "--interval", metavar="N", min=1, help="Steps that a split holds (default: as recorded)."
+            "--interval",
+            metavar="N",
+            min=1,
+            help="Steps that a split holds (default: as recorded).",
         ),
     ] = None,
     as_json: Annotated[

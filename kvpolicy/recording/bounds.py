@@ -138,7 +138,9 @@ class Pool:
         missed = np.zeros(steps, dtype=np.int64)
         for step in range(steps):
             missed[step] = self.needed[step] - kept[step]
-            ahead = kept[step + 1 : step + 2 + span]  # one more than any use: the cut clears its last
+            ahead = kept[
+                step + 1 : step + 2 + span
+            ]  # one more than any use: the cut clears its last
             ahead[:span] += self._uses[step]
             keep_soonest(ahead, int(min(room[step], room[min(step + 1, steps - 1)])))
         return missed

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ from kvpolicy.kernels.eviction import (
 
 __all__ = ["RULES", "Rule", "SlotCache", "keep_order", "rule_named"]
 
-Entries = NDArray[np.int64]
+Entries = NDArray[np.integer[Any]]
 Key = Callable[[Entries, Entries, int, int], Entries]
 
 ABSENT = -1
@@ -85,7 +86,9 @@ class SlotCache:
         self.lazy_at = lazy_at
         self.capacity = 0
         self._slot_of = np.full(entries, ABSENT, dtype=np.int64)
-        self._entry_of = np.empty(0, dtype=np.int64)  # of the slots in use, which are the first ones
+        self._entry_of = np.empty(
+            0, dtype=np.int64
+        )  # of the slots in use, which are the first ones
         self._stamp = np.empty(0, dtype=np.int64)
         self._used = self._hand = self._draws = 0
         self._age = CLOCK_SPARE_STEPS

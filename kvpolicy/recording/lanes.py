@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,8 @@ from kvpolicy.recording.reader import Recording
 
 __all__ = ["FULL", "Lane", "lanes"]
 
-Entries = NDArray[np.int64]
+Entries = NDArray[np.integer[Any]]
+Numbers = NDArray[np.int64]
 
 FULL = 1 << 31
 """A budget that holds every entry."""
@@ -35,17 +37,17 @@ class Lane:
     request: int
     store: int
     weight: int
-    at: Entries
+    at: Numbers
     back: NDArray[np.bool_]
-    seats: Entries
+    seats: Numbers
     calls: list[list[Entries]]
     wanted: list[Entries]
     recent: list[Entries]
-    committed: Entries
+    committed: Numbers
     seed: Entries
     seeded_at: int
-    budgets: Entries
-    prior: Entries
+    budgets: Numbers
+    prior: Numbers
 
     @property
     def entries(self) -> int:
@@ -68,9 +70,7 @@ def lanes(recording: Recording) -> Iterator[Lane]:
             yield _lane(recording, request, number, chosen)
 
 
-def _lane(
-    recording: Recording, request: int, number: int, chosen: list[NDArray[np.int32]]
-) -> Lane:
+def _lane(recording: Recording, request: int, number: int, chosen: list[NDArray[np.int32]]) -> Lane:
     store, rows = recording.header.stores[number], recording.rows(request)
     own = [chosen[i] for i, s in enumerate(recording.header.selectors) if s.store == number]
     starts = np.flatnonzero(np.diff(rows.segment, prepend=-1))  # one step each, the seed first
@@ -109,9 +109,9 @@ def _lane(
     )
 
 
-def _distinct(entries: NDArray[np.int32] | Entries) -> Entries:
-    """Ascending and distinct, without padding; int64."""
+def _distinct(entries: Entries) -> Entries:
+    """Ascending and distinct, without padding."""
     flat = entries.ravel()
-    flat = flat[flat >= 0].astype(np.int64)
+    flat = flat[flat >= 0]
     # One row of a selection is ascending and distinct already.
     return flat if entries.ndim == 2 and len(entries) == 1 else np.unique(flat)

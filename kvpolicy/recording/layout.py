@@ -91,7 +91,9 @@ class Header:
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise UserError(f"it is no {FORMAT}")
         if values.get("version") != VERSION:
-            raise UserError(f"version {values.get('version')!r}: this kvpolicy reads version {VERSION}")
+            raise UserError(
+                f"version {values.get('version')!r}: this kvpolicy reads version {VERSION}"
+            )
         try:
             header = cls(
                 str(values["model"]),

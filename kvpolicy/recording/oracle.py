@@ -92,7 +92,9 @@ class Oracle:
         device_bytes, config = self._device_bytes, self._config
         sizes = {s.record_bytes / s.layers for s in self.recording.header.stores}
         if len(sizes) > 1:
-            raise UserError(f"stores have rows of {sorted(sizes)} bytes: one size is needed to compare")
+            raise UserError(
+                f"stores have rows of {sorted(sizes)} bytes: one size is needed to compare"
+            )
         room = self.recording.steps["room"]
         if device_bytes is not None:
             room = room + (device_bytes - int(config["device_kv_mib"] * (1 << 20)))

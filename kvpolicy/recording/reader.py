@@ -40,6 +40,7 @@ _DAMAGE = (
     *(NotImplementedError, RuntimeError, OverflowError, struct.error, IndexError, TypeError),
     *(SyntaxError, MemoryError),
 )
+SHIPPED = Path(__file__).parent / "data"
 SEED, DECODE = KINDS.index("seed"), KINDS.index("decode")
 
 
@@ -59,8 +60,15 @@ class Rows:
     back: NDArray[np.bool_]
 
 
+def find(name: str | Path) -> Path:
+    """A file as it is, or the recording of this name that comes with the package."""
+    path = Path(name)
+    own = SHIPPED / f"{name}.npz"
+    return own if not path.exists() and path.name == str(name) and own.exists() else path
+
+
 class Recording:
-    """A recording, read from a file.
+    """A recording, read from a file, or from the package by its name (``tiny-dsa-step``).
 
     header: stores and selectors. record: the run record, with ``metrics`` of the run and its
     ``cache_rule``. steps, segments, requests: tables by column name (docs/recordings.md); ``segments``
@@ -71,7 +79,7 @@ class Recording:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = find(path)
         try:
             with zipfile.ZipFile(self.path) as archive:
                 self._read(_Members(archive))
@@ -183,7 +191,9 @@ class Recording:
         """What a selector chose for each of :meth:`rows`: int32 [n, topk], ascending, -1 after the
         last one. Unpacked anew at each call. UserError if the bytes are damaged."""
         k = self.header.selectors[selector].topk
-        parts = [unpack(own, counts, k) for own, counts in self._packed.get((request, selector), [])]
+        parts = [
+            unpack(own, counts, k) for own, counts in self._packed.get((request, selector), [])
+        ]
         return np.concatenate(parts) if parts else np.empty((0, k), dtype=np.int32)
 
 
@@ -222,7 +232,9 @@ def _joined(tables: list[Table], columns: Any) -> Table:
     """The tables of all chunks as one."""
     names = list(columns)
     if not tables:
-        return {name: np.empty((0, 0) if name == "budgets" else 0, dtype=np.int64) for name in names}
+        return {
+            name: np.empty((0, 0) if name == "budgets" else 0, dtype=np.int64) for name in names
+        }
     return {name: np.concatenate([table[name] for table in tables]) for name in names}
 
 
@@ -233,5 +245,7 @@ def _check_lengths(name: str, table: Table) -> None:
 
 
 def _check_range(name: str, column: Column, most: int) -> None:
-    if column.size and not (0 <= column.min() and column.max() < most):
-        raise UserError(f"column {name} holds {column.min()} to {column.max()}: allowed 0 to {most - 1}")
+    if column.size and (column.min() < 0 or column.max() >= most):
+        raise UserError(
+            f"column {name} holds {column.min()} to {column.max()}: allowed 0 to {most - 1}"
+        )

@@ -44,9 +44,7 @@ def header_of(layout: Layout) -> Header:
     return Header(
         model=geometry.name,
         stores=tuple(
-            StoreInfo(
-                s.store.name, s.store.n_layers, s.store.tokens_per_entry, s.record.bytes
-            )
+            StoreInfo(s.store.name, s.store.n_layers, s.store.tokens_per_entry, s.record.bytes)
             for s in layout.stores
         ),
         selectors=tuple(
@@ -172,7 +170,10 @@ class Recorder:
     # --- the end ---------------------------------------------------------------------------------
 
     def finish(
-        self, outputs: Sequence[RequestOutput], record: Mapping[str, Any], origin: float | None = None
+        self,
+        outputs: Sequence[RequestOutput],
+        record: Mapping[str, Any],
+        origin: float | None = None,
     ) -> None:
         """Write what is left, the requests and the record (ready for JSON), and leave the engine.
 

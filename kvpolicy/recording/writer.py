@@ -100,9 +100,13 @@ class RecordingWriter:
         packed = [pack(entries) for *_, entries in lanes]
         sizes = [(r, s, len(e), p.size) for (r, s, e), p in zip(lanes, packed, strict=True)]
         for i, (name, kind) in enumerate(LANE_COLUMNS.items()):
-            self._write(f"{chunk:05d}.lane.{name}", np.array([size[i] for size in sizes], dtype=kind))
+            self._write(
+                f"{chunk:05d}.lane.{name}", np.array([size[i] for size in sizes], dtype=kind)
+            )
         counts = [(entries >= 0).sum(1) for *_, entries in lanes]
-        self._write(f"{chunk:05d}.counts", np.concatenate([np.empty(0, int), *counts]).astype(np.int32))
+        self._write(
+            f"{chunk:05d}.counts", np.concatenate([np.empty(0, int), *counts]).astype(np.int32)
+        )
         self._write(f"{chunk:05d}.gaps", np.concatenate([np.empty(0, np.uint8), *packed]))
 
     def _write_end(

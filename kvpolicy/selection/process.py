@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from kvpolicy.errors import UserError
 from kvpolicy.geometry.geometry import Geometry, Selector
+from kvpolicy.kernels.backend import REFERENCE
 from kvpolicy.kernels.selection_process import RANKS, SHIFTS, ProcessTables, select
 
 __all__ = ["GLM_5_1", "ProcessParameters", "ProcessSource", "make_tables"]
@@ -57,13 +59,13 @@ class ProcessParameters:
 
 
 GLM_5_1 = ProcessParameters(
-    restless=5.0,
-    decline=0.2,
+    restless=4.9,
+    decline=0.196,
     longest=9,
-    popularity=2.58,
-    offset=0.65,
+    popularity=2.55,
+    offset=0.669,
     drift=14,
-    brief=0.3,
+    brief=0.31,
     brief_drift=5,
     window=177,
 )
@@ -101,7 +103,8 @@ def _quantiles(weights: NDArray[np.float64], size: int) -> NDArray[np.int64]:
 class ProcessSource:
     """The selection process as a :class:`~kvpolicy.selection.source.SelectionSource`.
 
-    geometry: whose selectors ask. seed: of all requests together.
+    geometry: whose selectors ask. seed: of all requests together. backend: the kernels that draw,
+    ``reference`` (some 40 small launches) or ``triton`` (one); they draw the same.
     """
 
     def __init__(
@@ -110,12 +113,14 @@ class ProcessSource:
         device: torch.device,
         seed: int = 0,
         parameters: ProcessParameters = GLM_5_1,
+        backend: str = REFERENCE,
     ) -> None:
         if not 0 <= seed < 1 << 31:
             raise UserError(f"seed = {seed}: allowed 0 to {(1 << 31) - 1}")
         self.seed = seed
         self._number = {selector.name: i for i, selector in enumerate(geometry.selectors)}
         self._tables = make_tables(parameters, device)
+        self._select = _select_on(backend)
 
     @property
     def name(self) -> str:
@@ -124,4 +129,12 @@ class ProcessSource:
     def select(self, selector: Selector, requests: Tensor, visible: Tensor) -> Tensor:
         """See the protocol."""
         number = self._number[selector.name]
-        return select(self._tables, self.seed, requests, number, visible, selector.topk)
+        return self._select(self._tables, self.seed, requests, number, visible, selector.topk)
+
+
+def _select_on(backend: str) -> Callable[..., Tensor]:
+    if backend == REFERENCE:
+        return select
+    from kvpolicy.kernels.triton.selection_process import select as select_triton
+
+    return select_triton

@@ -49,7 +49,9 @@ class Span:
         return self.warm + self.counted + self.later
 
 
-def lane_of(source: SelectionSource, selector: Selector, request: int, context: int, steps: int) -> Lane:
+def lane_of(
+    source: SelectionSource, selector: Selector, request: int, context: int, steps: int
+) -> Lane:
     """A request that decodes from ``context`` tokens on, one entry per token, as caches see it."""
     visible = torch.arange(steps + 1) + context
     numbers = torch.full_like(visible, request)
@@ -58,8 +60,7 @@ def lane_of(source: SelectionSource, selector: Selector, request: int, context: 
     chosen = torch.cat([source.select(selector, r, v) for r, v in parts]).numpy()
     committed = visible.numpy() - 1  # a row's own entry is in flight
     wanted = [
-        row[: np.searchsorted(row, old)]
-        for row, old in zip(chosen[1:], committed[1:], strict=True)
+        row[: np.searchsorted(row, old)] for row, old in zip(chosen[1:], committed[1:], strict=True)
     ]
     nothing: NDArray[np.int64] = np.empty(0, dtype=np.int64)
     return Lane(

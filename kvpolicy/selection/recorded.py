@@ -124,7 +124,9 @@ def _table(
         for request in streams
     ]
     if any(int(each.min()) < 0 for each in chosen):
-        raise UserError(f"recording {str(recording.path)!r}: a row in it chose fewer than topk entries")
+        raise UserError(
+            f"recording {str(recording.path)!r}: a row in it chose fewer than topk entries"
+        )
     parts = [stretch(each, run, context) for each in chosen]
     table = np.zeros((len(parts), max(map(len, parts)), parts[0].shape[1]), dtype=np.int32)
     for own, part in zip(table, parts, strict=True):
