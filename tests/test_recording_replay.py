@@ -14,6 +14,7 @@ from recorded import prompts, recorded
 from toy_model import ToyModel
 
 from kvpolicy.errors import UserError
+from kvpolicy.recording import Recording
 from kvpolicy.recording.caches import RULES, SlotCache, keep_order, rule_named
 from kvpolicy.recording.lanes import FULL, lanes
 from kvpolicy.recording.oracle import Oracle
@@ -137,3 +138,13 @@ def test_what_a_cache_is_seeded_with() -> None:
 def test_rules_by_name() -> None:
     with pytest.raises(UserError, match="did you mean 'lru'"):
         rule_named("lrv")
+
+
+def test_the_shipped_recording() -> None:
+    """It is read, small, and replays to the row what the engine counted when it was made."""
+    recording = Recording("tiny-dsa-step")
+    assert recording.path.stat().st_size < 1 << 18
+    metrics = recording.record["metrics"]
+    oracle = Oracle(recording)
+    assert oracle.row("clock", "recorded").fetched == metrics["fetched_rows"]
+    assert oracle.wanted == metrics["unique_rows"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +10,7 @@ import typer
 
 from kvpolicy.cli import interrupts
 from kvpolicy.cli.options import Options, takes
-from kvpolicy.cli.output import MIB, aligned, check_output, emit_json, write_text
+from kvpolicy.cli.output import MIB, aligned, check_output, emit_json, finite, write_text
 from kvpolicy.cli.progress import step_progress
 from kvpolicy.cli.run import Decoded, Task, decoded, finish, task_of
 from kvpolicy.cli.settings import resolve
@@ -51,7 +50,7 @@ def record(config: EngineConfig, task: Task, path: Path, label: str = "record:")
         run = decoded(engine, result, task)
         about = {
             **run.record,
-            "metrics": _finite(run.metrics),
+            "metrics": finite(run.metrics),
             "phases": [
                 {"name": mark.phase.name, "start": mark.phase.start, "level": mark.phase.level}
                 for mark in result.timeline.marks
@@ -59,13 +58,6 @@ def record(config: EngineConfig, task: Task, path: Path, label: str = "record:")
         }
         recorder.finish(result.outputs, about, result.timeline.origin)
     return run
-
-
-def _finite(value: Any) -> Any:
-    """NaN and infinities as None: JSON has no words for them."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @takes(RecordOptions)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvpolicy.recording.reader import Recording
 
-__all__ = ["FULL", "Lane", "lanes"]
+__all__ = ["FULL", "Entries", "Lane", "lanes"]
 
 Entries = NDArray[np.integer[Any]]
 Numbers = NDArray[np.int64]

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpolicy.recording.caches import Rule, SlotCache, keep_order
-from kvpolicy.recording.lanes import FULL, Lane
+from kvpolicy.recording.lanes import FULL, Entries, Lane
 
 __all__ = ["Outcome", "replay"]
 
@@ -41,7 +41,7 @@ class _State:
             else:
                 self.cache.resize(budget)
 
-    def start(self, budget: int, entries: Numbers, seat: int) -> None:
+    def start(self, budget: int, entries: Entries, seat: int) -> None:
         """A new cache of this budget that holds ``entries``, of a request that comes back."""
         self.cache = SlotCache(self.cache.rule, self.cache.entries, seat)
         self.full = budget >= FULL
@@ -49,7 +49,7 @@ class _State:
             self.cache.resize(budget)
             self.cache.seed(entries, step=0)
 
-    def resize(self, budget: int, committed: int, recent: Numbers) -> None:
+    def resize(self, budget: int, committed: int, recent: Entries) -> None:
         """Another budget, with what the runtime does when a cache becomes full or ceases to be."""
         if budget >= FULL:
             if not self.full:
@@ -105,7 +105,7 @@ def replay(
     return Outcome(missed, state.promoted)
 
 
-def _seed(lane: Lane, budget: int, seed: str) -> Numbers:
+def _seed(lane: Lane, budget: int, seed: str) -> Entries:
     """What a mapped cache holds when the prompt has ended."""
     committed = int(lane.committed[0])
     rows = min(budget, committed)

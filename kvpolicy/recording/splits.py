@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpolicy.recording.lanes import FULL, Lane
+from kvpolicy.recording.lanes import FULL, Entries, Lane
 
 __all__ = ["Curve", "budgets_by", "equal_rows", "lru_curve", "steepest_first"]
 
@@ -20,6 +20,9 @@ Numbers = NDArray[np.int64]
 
 SEED_GROUP = 16
 """Rows of the seeded stack that are told apart: it orders thousands, and a budget need not be finer."""
+
+CURVE_POINTS = 8192
+"""Sizes at which a curve is known."""
 
 Split = Callable[[Sequence[int], int], Numbers]
 """(lanes that run, rows of memory) -> slots of each of them."""
@@ -34,11 +37,11 @@ def budgets_by(split: Split, lanes: Sequence[Lane], room: Numbers, interval: int
     for number, window in enumerate(times):
         for each in np.unique(window).tolist():
             running.setdefault(each, []).append(number)
-    for window, numbers in running.items():
-        rows = int(room[window * interval : (window + 1) * interval].min())
+    for turn, numbers in running.items():
+        rows = int(room[turn * interval : (turn + 1) * interval].min())
         for number, slots in zip(numbers, split(numbers, rows).tolist(), strict=True):
             most = lanes[number].most
-            budgets[number][times[number] == window] = FULL if slots >= most else slots
+            budgets[number][times[number] == turn] = FULL if slots >= most else slots
     return budgets
 
 
@@ -85,9 +88,9 @@ def lru_curve(lane: Lane) -> Curve:
     base = start // SEED_GROUP + 1
     alive = np.zeros(base + 2 * len(lane.at) + 1, dtype=np.int64)
     alive[:base] = np.bincount(last[:start], minlength=base)
-    hits = np.zeros(lane.most + 2, dtype=np.int64)
+    depths = [np.empty(0, dtype=np.int64)]
 
-    def touch(entries: Numbers, group: int) -> None:
+    def touch(entries: Entries, group: int) -> None:
         old = last[entries]
         alive[:] -= np.bincount(old[old >= 0], minlength=alive.size)
         alive[group] += entries.size
@@ -97,11 +100,13 @@ def lru_curve(lane: Lane) -> Curve:
     for i, wanted in enumerate(lane.wanted):
         group = base + 2 * i + 1
         newer = np.cumsum(alive[group - 1 :: -1])[::-1]  # used in this group or later
-        depth = _depths(last[wanted], newer, alive)
-        hits += np.bincount(np.minimum(depth, lane.most + 1), minlength=lane.most + 2)
+        depths.append(_depths(last[wanted], newer, alive))
         touch(wanted, group)
         touch(np.arange(lane.committed[i], lane.committed[i + 1]), group + 1)
-    return _hull(np.cumsum(hits[: lane.most + 1]) / max(len(lane.at), 1))
+    hits = np.bincount(np.concatenate(depths), minlength=lane.most + 1)
+    unit = max(1, lane.most // CURVE_POINTS)
+    slots = np.append(np.arange(0, lane.most, unit), lane.most)
+    return _hull(slots, np.cumsum(hits)[slots] / max(len(lane.at), 1))
 
 
 def _depths(groups: Numbers, newer: Numbers, alive: Numbers) -> Numbers:
@@ -115,20 +120,18 @@ def _depths(groups: Numbers, newer: Numbers, alive: Numbers) -> Numbers:
     return depths
 
 
-def _hull(total: NDArray[np.float64]) -> Curve:
-    """The least concave curve above ``total`` (hits by slots): Andrew's monotone chain."""
-    corners: list[int] = []
-    heights = total.tolist()
-    for x, y in enumerate(heights):
+def _hull(slots: Numbers, total: NDArray[np.float64]) -> Curve:
+    """The least concave curve above ``total`` (hits with so many slots): Andrew's monotone chain."""
+    corners: list[tuple[int, float]] = []
+    for x, y in zip(slots.tolist(), total.tolist(), strict=True):
         while len(corners) > 1:
-            a, b = corners[-2], corners[-1]
-            if (heights[b] - heights[a]) * (x - b) > (y - heights[b]) * (b - a):
+            (left, low), (middle, high) = corners[-2:]
+            if (high - low) * (x - middle) > (y - high) * (middle - left):
                 break
             corners.pop()
-        corners.append(x)
-    at = np.array(corners, dtype=np.int64)
-    width = np.diff(at)
-    return Curve(width, np.diff(total[at]) / np.maximum(width, 1))
+        corners.append((x, y))
+    width = np.diff([x for x, _ in corners]).astype(np.int64)
+    return Curve(width, np.diff([y for _, y in corners]) / np.maximum(width, 1))
 
 
 def steepest_first(lanes: Sequence[Lane], curves: Sequence[Curve]) -> Split:

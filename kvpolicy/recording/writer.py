@@ -7,8 +7,8 @@ import json
 import os
 import zipfile
 from collections.abc import Mapping
-from contextlib import suppress
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any

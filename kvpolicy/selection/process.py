@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,7 +94,7 @@ def make_tables(parameters: ProcessParameters, device: torch.device) -> ProcessT
     )
 
 
-def _quantiles(weights: NDArray[np.float64], size: int) -> NDArray[np.int64]:
+def _quantiles(weights: NDArray[np.floating[Any]], size: int) -> NDArray[np.int64]:
     """Each index as often as its weight says, int64 [size]."""
     ends = np.round(np.cumsum(weights / weights.sum()) * size)
     index = np.searchsorted(ends, np.arange(size), side="right")
