@@ -15,6 +15,7 @@ from torch import Tensor
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.request import RequestOutput
 from kvpolicy.engine.scheduler import Batch
+from kvpolicy.kernels.paging import upload
 from kvpolicy.memory.layout import Layout
 from kvpolicy.memory.tables import SharedTables, StoreTables
 from kvpolicy.recording.layout import (
@@ -137,7 +138,7 @@ class Recorder:
         """Keep what the requests in these seats have selected: the next step writes over it."""
         if not seats:
             return
-        index = torch.tensor(seats).to(self._device, non_blocking=True)
+        index = upload(seats, self._device)
         for kept, (own, column, topk) in zip(self._chosen, self._tables, strict=True):
             chosen = own.recent[:, column, :topk].index_select(0, index)
             kept.append(chosen.to(torch.int32))
