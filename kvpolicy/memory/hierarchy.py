@@ -26,7 +26,7 @@ from kvpolicy.memory.request import GROWTH_TOKENS, RequestMemory
 from kvpolicy.memory.rule import CacheRule
 from kvpolicy.memory.segments import Segment
 from kvpolicy.memory.step import StepMemory
-from kvpolicy.memory.tables import make_tables
+from kvpolicy.memory.tables import SharedTables, make_tables
 from kvpolicy.memory.usage import MemoryUsage, all_floors, measure
 
 
@@ -96,6 +96,11 @@ class Hierarchy:
                 f"in-flight rows ({self.reserve.inflight_rows}) alone take "
                 f"{_mib(self._shared * self.layout.frame_bytes)} MiB",
             )
+
+    @property
+    def tables(self) -> SharedTables:
+        """The device tables of all seats."""
+        return self._tables
 
     # --- admission -------------------------------------------------------------------------------
 
