@@ -88,7 +88,7 @@ def test_ranges_add_up_alike_in_one_program_or_several(
     from kvpolicy.kernels.triton import tensor_core
 
     x, weight = half(device, n, 3000), ops.pack(half(device, 70, 3000, seed=1))
-    assert tensor_core.splits_of(70, 3000, 1) > 1
+    assert tensor_core.ranges_of(70, 3000, 1) > 1
     several = ops.linear(x, weight)
     assert torch.equal(ops.linear(x, weight), several)  # counters are as they were
     monkeypatch.setattr(tensor_core, "SPREAD_ROWS", 0)
