@@ -58,7 +58,7 @@ Key = Callable[[Tensor, int, int, int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class EvictionRule:
-    """A named rule; :func:`register` makes it known.
+    """A named rule, known once it is in :data:`RULES`.
 
     touch: a hit renews the stamp (:func:`stamp_of`; larger = used later).
     key(stamp int32 [cap], step, hand, draws) -> int64 [cap]: the smallest go first. hand and draws
@@ -156,18 +156,3 @@ RULES: dict[str, EvictionRule] = {
     "fifo": EvictionRule("fifo", touch=False, key=stamp_key),
     "random": EvictionRule("random", touch=True, key=random_key),
 }
-
-
-def register(rule: EvictionRule) -> EvictionRule:
-    """Make ``rule`` known under its name and return it. ValueError if the name is taken."""
-    if rule.name in RULES:
-        raise ValueError(f"eviction rule {rule.name!r} is already registered; choose another name")
-    RULES[rule.name] = rule
-    return rule
-
-
-def lookup(name: str) -> EvictionRule:
-    """The rule registered under ``name``. ValueError naming the known ones otherwise."""
-    if name not in RULES:
-        raise ValueError(f"unknown eviction rule {name!r}; allowed: {', '.join(RULES)}")
-    return RULES[name]

@@ -81,7 +81,9 @@ class EngineConfig(Settings):
     weights and activations; kv_dtype: of the rows kept. backend: the kernels; ``auto`` is triton on
     a GPU where it can run, else the reference; triton on the CPU is its interpreter, for tests.
     controller: NAME or PATH.py:NAME, with :key=value,... behind it; in Python also an object with
-    ``decide`` or a function of an observation.
+    ``decide`` or a function of an observation. controller_isolation: ``auto`` asks a controller that a
+    spec names in a file or plug-in in a process of its own, where decisions have a deadline; ``thread``
+    asks every controller in a thread of the engine's process.
     eviction, admission: None leaves the choice to the controller.
     device_kv_mib: device memory for KV of all kinds (rows, index keys, maps, staging, in-flight).
     host_kv_mib: host memory for the history. staging_rows: transient rows shared by all requests
@@ -105,6 +107,7 @@ class EngineConfig(Settings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["auto", "reference", "triton"] = "auto"
     controller: SkipValidation[ControllerLike] = "hisparse"
+    controller_isolation: Literal["auto", "thread"] = "auto"
     eviction: Eviction | None = None
     admission: Literal["all"] | None = None
     device_kv_mib: float = Field(default=64.0, gt=0, le=1 << 20, allow_inf_nan=False)

@@ -25,7 +25,9 @@ def chances() -> NDArray[np.float64]:
     places = [0, TOPK, 2 * TOPK, 4 * TOPK, ENTRIES]
     tail = [
         start * (stop / start) ** np.linspace(0, 1, high - low, endpoint=False)
-        for start, stop, low, high in zip(TAIL[:-1], TAIL[1:], places[:-2], places[1:-1], strict=True)
+        for start, stop, low, high in zip(
+            TAIL[:-1], TAIL[1:], places[:-2], places[1:-1], strict=True
+        )
     ]
     tail.append(TAIL[-1] * np.linspace(1, 0, ENTRIES - places[-2] + 1))
     return np.minimum(-np.diff(np.concatenate(tail)) * TOPK, 1.0)

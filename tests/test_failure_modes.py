@@ -37,12 +37,15 @@ NONE = "—"
 
 
 def rows() -> list[list[str]]:
-    """Cells of all table rows of the page but the headers."""
+    """Cells of all table rows of the page but the headers. A table of failures that nobody else can have
+    says not where they were seen."""
     found = []
     for line in (ROOT / "docs" / "failure-modes.md").read_text().splitlines():
         if line.startswith("|"):
             cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-            if cells != HEADER and not all(re.fullmatch(r":?-+:?", cell) for cell in cells):
+            if len(cells) == len(HEADER) - 1:
+                cells.insert(1, HEADER[1] if cells[0] == HEADER[0] else NONE)
+            if cells != HEADER and not all(re.fullmatch(r":?-+:?|—", cell) for cell in cells):
                 found.append(cells)
     return found
 
@@ -56,7 +59,8 @@ def functions(file: Path) -> set[str]:
 def test_every_named_test_exists(cells: list[str]) -> None:
     assert len(cells) == len(HEADER)
     _, source, holds, tests = cells
-    assert re.search(r"#\d+|commit [0-9a-f]{7}|\d+\.\d+\.\d+", source) and holds
+    assert source == NONE or re.search(r"#\d+|commit [0-9a-f]{7}|\d+\.\d+\.\d+", source)
+    assert holds
     names = re.findall(r"`([^`]+)`", tests)
     assert bool(names) == (tests != NONE), "write `tests/file.py::name`, or a dash"
     for name in names:

@@ -399,7 +399,9 @@ def test_clock_sweeps_from_the_hand(
     early = len(old) >= count and ((wanted[-1] - hand) % len(slots) + 1) * 3 < len(slots)
     assert state.age == (max(1, age - 1) if len(old) < count else age + early)
     still = SweepState(hand=hand, age=age)
-    assert RULES["clock"].victims(stamp, candidate, count, step, still, tune=False).tolist() == wanted
+    assert (
+        RULES["clock"].victims(stamp, candidate, count, step, still, tune=False).tolist() == wanted
+    )
     assert still.age == age
 
 

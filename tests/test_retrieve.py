@@ -345,7 +345,8 @@ class WindowLoad(Load):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "cut", [(1, 1024, 8, 32, 4), (8, 256, 4, 132, 4), (4, 512, 4, 32, 2), (8, 256, 4, 132, 4, 4, True)]
+    "cut",
+    [(1, 1024, 8, 32, 4), (8, 256, 4, 132, 4), (4, 512, 4, 32, 2), (8, 256, 4, 132, 4, 4, True)],
 )
 def test_true_sizes(cut: tuple[int, ...], device: torch.device, kernels: ModuleType) -> None:
     """Top-k 2048 of 100,000 entries, caches to 33,000 slots, records of 2624 bytes."""

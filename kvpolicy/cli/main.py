@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 from kvpolicy import __version__
 from kvpolicy.cli import interrupts
-from kvpolicy.errors import UserError, unknown_name
+from kvpolicy.errors import UserError, reason, unknown_name
 
 __all__ = ["COMMANDS", "LATER", "PLUGIN_GROUP", "app", "main"]
 
@@ -115,8 +115,7 @@ def _load_plugin(point: EntryPoint) -> Any:
     try:
         return _as_command(point.name, point.load())
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        note = f"command {point.name!r} ({point.value}) cannot be loaded: {reason}"
+        note = f"command {point.name!r} ({point.value}) cannot be loaded: {reason(error)}"
 
     def unusable() -> None:
         raise UserError(note)

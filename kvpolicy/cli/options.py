@@ -116,6 +116,16 @@ class Options:
             "MS",
         ),
     ] = None
+    controller_isolation: Annotated[
+        str | None,
+        _option(
+            "--controller-isolation",
+            _POLICY,
+            "auto: controllers of files and plug-ins decide in a process of their own, on the wall "
+            "clock; thread: in this one.",
+            "auto|thread",
+        ),
+    ] = None
     decision_log: Annotated[
         str | None,
         _option("--decision-log", _POLICY, "Append every decision, a line of JSON each.", "FILE"),

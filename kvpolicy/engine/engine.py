@@ -23,7 +23,7 @@ from kvpolicy.engine.reload import RunTimeChanges, changes, read
 from kvpolicy.engine.request import Request, RequestOutput, State
 from kvpolicy.engine.residents import Residents
 from kvpolicy.engine.scheduler import Scheduler
-from kvpolicy.errors import UserError
+from kvpolicy.errors import UserError, reason
 from kvpolicy.kernels.memory_ops import memory_ops
 from kvpolicy.memory.accounting import Reserve
 from kvpolicy.memory.hierarchy import Hierarchy
@@ -61,6 +61,7 @@ class Engine:
             if self.config.clock == "steps"
             else self.config.decision_deadline_ms / 1e3,
             decision_log=self.config.decision_log,
+            isolate=self.config.controller_isolation == "auto",
         )
         self.memory = self._make_memory()
         self.scheduler = Scheduler(self.config.max_concurrency, self.config.prefill_chunk)
@@ -184,6 +185,13 @@ class Engine:
             raise
         return [handle.result() for handle in handles]
 
+    def prepare(self, sampled: bool = False) -> None:
+        """Capture the CUDA graphs of every batch size now, so that no step has to wait for it (without
+        graphs: nothing). sampled: for requests with a temperature too."""
+        if self.executor.decoder is not None:
+            for kind in (False, True)[: 1 + sampled]:
+                self.executor.decoder.prepare(self.model.geometry.max_context, kind)
+
     # --- one step --------------------------------------------------------------------------------
 
     def step(self) -> bool:
@@ -197,7 +205,7 @@ class Engine:
             return self._step()
         except BaseException as error:
             # Half a step may have published rows that were never copied: nothing after it is safe.
-            self._broken = f"{type(error).__name__}: {error}".rstrip(": ")
+            self._broken = reason(error)
             raise
 
     def _step(self) -> bool:
@@ -371,12 +379,20 @@ class Engine:
             )
 
     def close(self) -> None:
-        """Cancel what runs and free all memory. A second call does nothing."""
-        if not self._closed:
+        """Cancel what runs, wait for the device, and free all memory; metrics stay readable. A second
+        call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
             for request in [*self.scheduler.running, *self.scheduler.waiting]:
                 self._cancel(request)
+        finally:
             self.control.close()
-            self._closed = True
+            self._launched = None
+            _finish(self.device)
+            self.executor.close()
+            self.memory.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -397,6 +413,16 @@ def _load(config: EngineConfig, device: torch.device) -> DecodeModel:
         name = "vocab" if config.layers is None else "layers"
         raise UserError(f"{name} = {getattr(config, name)}: goes with dummy_weights")
     return load_model(config.model, device, config.backend, config.dtype, dummy)
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for all kernels: they read and write the pinned host pool in place, which nobody else tracks."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:  # a device that has failed computes nothing any more
+        log.warning("closing: %s", reason(error))
 
 
 def _device(name: str) -> torch.device:

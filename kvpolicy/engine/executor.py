@@ -92,6 +92,10 @@ class Executor:
         """Whether a step can be launched before the tokens of the last one have been read."""
         return self.sampler is not None
 
+    def close(self) -> None:
+        """Drop captured graphs and what they hold. Nothing may run any more."""
+        self.decoder = None
+
     def launch(self, batch: Batch, step: int) -> Launched:
         """Compute and commit a step's rows, and decide their tokens."""
         launched = Launched()

@@ -26,7 +26,6 @@ class Follower:
         followed = self._sampler.request_id
         if followed is not None and followed in memory.requests:
             self._read(memory, followed)
-        self._sampler.end_interval()
         chosen = self._sampler.choose(requests)
         if chosen is not None:
             if chosen != followed:

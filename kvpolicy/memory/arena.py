@@ -44,6 +44,10 @@ class Arena:
         typed = self.buffer[:, :used].view(item.dtype)
         return typed.view(self.frames.num_frames, item.per_frame, *item.shape)
 
+    def close(self) -> None:
+        """Free the buffer; the allocator's books stay. Tables keep their part of it until they go."""
+        self.buffer = self.buffer.new_empty(0)
+
     def release(self, frames: list[int], owner: Hashable) -> None:
         """Give frames back, poisoned if so set."""
         self.frames.release(frames, owner)

@@ -19,7 +19,7 @@ from kvpolicy.geometry.geometry import Selector
 from kvpolicy.kernels.eviction import EvictionRule
 from kvpolicy.kernels.indexer import KeyPages
 from kvpolicy.kernels.memory_ops import MemoryOps
-from kvpolicy.kernels.paging import gather, scatter
+from kvpolicy.kernels.paging import scatter
 from kvpolicy.kernels.retrieve import DecodeRows, StoreMemory
 from kvpolicy.memory.layout import Layout, StoreLayout
 from kvpolicy.memory.segments import Segment, Wave
@@ -159,10 +159,6 @@ class DecodeStep:
         found = self._ops.retrieve(store, self._rows, chosen, self._rule, first)
         valid = found >= 0
         return Wave(0, self.rows, found.clamp_min(0).long(), valid)
-
-    def gather(self, layer: int, wave: Wave) -> Tensor:
-        """Rows of one layer for every query row of a wave: [m, k, width]."""
-        return gather(self.row_view(layer), wave.locations)
 
     def row_view(self, layer: int) -> Tensor:
         """The arena read as rows that one layer attends: [F, per, width], strided."""

@@ -413,6 +413,14 @@ class Hierarchy:
         for request in self.requests.values():
             request.trace = None
 
+    def close(self) -> None:
+        """Free both tiers, once nothing runs and every request is released; counters and books stay
+        readable. A second call does nothing."""
+        for name in ("_tables", "_stores", "_committer"):  # all that has views of the buffers
+            self.__dict__.pop(name, None)
+        self.arena.close()
+        self.host.close()
+
     # --- counters --------------------------------------------------------------------------------
 
     def _seats_taken(self) -> dict[int, int]:

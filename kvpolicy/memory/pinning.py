@@ -94,7 +94,9 @@ def touch(address: int, size: int, threads: int = TOUCHING_THREADS) -> None:
     starts = range(0, size, part)
     with ThreadPoolExecutor(count) as pool:  # ctypes lets go of the interpreter's lock
         list(
-            pool.map(lambda at: ctypes.memset(address + at, 0, min(part, size - at)) and None, starts)
+            pool.map(
+                lambda at: ctypes.memset(address + at, 0, min(part, size - at)) and None, starts
+            )
         )
 
 

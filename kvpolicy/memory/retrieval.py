@@ -199,7 +199,8 @@ class Retriever:
             counts = [row(p.request.seat, p.segment.decode) for p in pieces]
             numbers = upload([seats, admit, counts], device)
             owners = upload(
-                [i for i, piece in enumerate(pieces) for _ in range(piece.stop - piece.start)], device
+                [i for i, piece in enumerate(pieces) for _ in range(piece.stop - piece.start)],
+                device,
             )
             self._pages[key] = (numbers[0], numbers[1].bool(), numbers[2], owners)
         return self._pages[key]

@@ -62,7 +62,15 @@ CALL |= dict.fromkeys(SIZES, "i32")
 PER = {"PER_ROW": 12, "PER_MAP": 8192, "MAP_FRAME": 8192, "PER_META": 4096, "META_FRAME": 8192}
 RECORD = {"PER": 12, "FRAME": 8192, "RECORD": 656, "ALIGNED": 4}
 RECORD |= {"WORDS": 656, "WIDTH": 1024, "SLICES": 1}
-KEYS = {"PER": 248, "FRAME": 8192, "RECORD": 33, "ALIGNED": 1, "WORDS": 33, "WIDTH": 64, "SLICES": 1}
+KEYS = {
+    "PER": 248,
+    "FRAME": 8192,
+    "RECORD": 33,
+    "ALIGNED": 1,
+    "WORDS": 33,
+    "WIDTH": 64,
+    "SLICES": 1,
+}
 
 
 def steps(name: str, kernel: Any, constants: dict[str, Any], warps: int) -> None:
@@ -74,7 +82,15 @@ def steps(name: str, kernel: Any, constants: dict[str, Any], warps: int) -> None
 
 def resolves() -> None:
     """All forms of resolve, fetch, both in one, and publish."""
-    decode = {"EVICT": True, "FIRST": True, "RESIDENT": False, "TOKENS": 1, "LAYERS": 4, **PER, **RECORD}
+    decode = {
+        "EVICT": True,
+        "FIRST": True,
+        "RESIDENT": False,
+        "TOKENS": 1,
+        "LAYERS": 4,
+        **PER,
+        **RECORD,
+    }
     decode |= {"PIECES": 128, "ROWS": 4, "COPIERS": 32, "WAIT": True, "MOST": 2}
     decode |= {f"KEY_{name}": value for name, value in KEYS.items()}
     for rule in (RULES["clock"], RULES["fifo"], WIDE):
@@ -85,7 +101,9 @@ def resolves() -> None:
             steps(f"fused {rule.name} {parts}", fused_retrieval._fused, cut, warps)
         waves = each | {"PARTS": 1, "BLOCK": resolve.BLOCK, "DECODE": False}
         steps(f"resolve {rule.name}", resolve._resolve, waves, resolve.WARPS)
-        steps(f"publish {rule.name}", publish._publish, each | {"BLOCK": publish.BLOCK}, publish.WARPS)
+        steps(
+            f"publish {rule.name}", publish._publish, each | {"BLOCK": publish.BLOCK}, publish.WARPS
+        )
     steps("fetch", retrieve._fetch, decode, 4)
 
 
