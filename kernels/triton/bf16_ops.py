@@ -39,7 +39,7 @@ class Bf16Ops(TritonOps):
     def products(self, x: Tensor, weights: Packed, narrow: bool = False) -> tuple[Tensor, ...]:
         dtype = torch.bfloat16 if narrow else torch.float32
         joined = product(x[:, None], weights.parts[0][None], dtype)[:, 0]
-        return joined.split(weights.widths, dim=1)
+        return tuple(joined.split(weights.widths, dim=1))
 
     def linear(self, x: Tensor, weight: Packed, residual: Tensor | None = None) -> Tensor:
         added = None if residual is None else residual[:, None]

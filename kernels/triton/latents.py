@@ -255,7 +255,7 @@ def turn_queries(
     half = table.shape[2]
     two = len(parts) > 1
     dim = parts[1].shape[1] // index_heads if two else 2 * half
-    found = (query,)
+    found: tuple[Tensor, ...] = (query,)
     if two:
         found += (query.new_empty(n, index_heads, dim),)
     if n == 0:
