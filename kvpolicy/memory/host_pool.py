@@ -73,15 +73,13 @@ class HostPool:
         raw = self._buffer[offset : offset + entries * item.bytes]
         return raw.view(item.dtype).view(entries, *item.shape)
 
-    def close(self) -> None:
-        """Free the buffer; the allocator's books stay. The device must be done with it."""
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self.words = self._buffer.view(torch.int32)
-
     def release(self, region: HostRegion) -> None:
         """Give a region back; its views must not be used any more."""
         self.extents.release(region.extent)
 
     def close(self) -> None:
-        """Unpin the memory once the device is done with it. A second call does nothing."""
+        """Unpin and free the memory once the device is done with it; the allocator's books stay. A
+        second call does nothing."""
         self._memory.close()
+        self._buffer = self._memory.bytes
+        self.words = self._buffer.view(torch.int32)
