@@ -61,21 +61,21 @@ TILES = {
         Tile(64, 16, 128, 4, 4),
         Tile(64, 32, 128, 4, 4),
         Tile(128, 64, 64, 4, 4),
-        Tile(64, 128, 128, 4, 4),
-        Tile(128, 128, 64, 4, 4),
+        Tile(256, 128, 64, 8, 4),
+        Tile(128, 128, 64, 4, 3),
     ),
     "heads": (
-        Tile(128, 16, 64, 4, 6),
-        Tile(128, 32, 64, 4, 6),
-        Tile(128, 64, 64, 4, 4),
-        Tile(64, 128, 64, 4, 4),
-        Tile(128, 128, 64, 4, 4),
+        Tile(64, 16, 64, 4, 3),
+        Tile(64, 32, 64, 4, 3),
+        Tile(64, 64, 64, 4, 3),
+        Tile(128, 128, 64, 8, 3),
+        Tile(128, 128, 64, 8, 3),
     ),
     "gated": (
         Tile(64, 16, 128, 4, 5),
         Tile(64, 32, 128, 4, 5),
-        Tile(64, 64, 64, 4, 8),
-        Tile(64, 128, 64, 4, 4),
+        Tile(64, 64, 128, 4, 4),
+        Tile(64, 128, 64, 8, 6),
         Tile(64, 256, 64, 8, 4),
     ),
 }
@@ -141,6 +141,7 @@ def _product_kernel(
     weight: tl.tensor,
     residual: tl.tensor,
     out: tl.tensor,
+    out_tile: tl.tensor,
     partial: tl.tensor,
     arrived: tl.tensor,
     n: tl.tensor,
@@ -152,6 +153,7 @@ def _product_kernel(
     length: tl.tensor,
     RANGES: tl.constexpr,
     SPREAD: tl.constexpr,
+    WHOLE: tl.constexpr,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
     EVEN: tl.constexpr,
@@ -209,16 +211,24 @@ def _product_kernel(
     at = row * out_row + head.to(tl.int64) * out_head + column
     if ADD:
         total += tl.load(residual + at, mask=inside, other=0.0)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+    if WHOLE:
+        out_tile.store([first_row, head * out_head + first_column], total.to(out.dtype.element_ty).T)
+    else:
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether a tensor descriptor can span it: 16-byte aligned rows, values side by side."""
+    values = ALIGNMENT // x.element_size()
+    aligned = x.data_ptr() % ALIGNMENT == 0 and x.stride(-1) == 1
+    return aligned and all(stride % values == 0 for stride in x.stride()[:-1])
 
 
 def padded(x: Tensor) -> Tensor:
-    """``x`` [..., width] with rows that a tensor descriptor can read: 16-byte aligned, values side by
-    side. Copied where it is not so already."""
-    values = ALIGNMENT // x.element_size()
-    aligned = x.data_ptr() % ALIGNMENT == 0 and x.stride(-1) == 1
-    if aligned and all(stride % values == 0 for stride in x.stride()[:-1]):
+    """``x`` [..., width] as a tensor descriptor can span it; copied where it is not so already."""
+    if _readable(x):
         return x
+    values = ALIGNMENT // x.element_size()
     room = x.new_zeros(*x.shape[:-1], blocks(x.shape[-1], values) * values)
     return room[..., : x.shape[-1]].copy_(x)
 
@@ -259,16 +269,20 @@ def product(
         size = heads * tiles * ranges * tile.rows * tile.columns
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
     width = (heads - 1) * x.stride(1) + n_in
+    weights = TensorDescriptor(
+        weight, [weight.shape[0] * n_out, n_in], [weight.stride(1), 1], [tile.columns, inner]
+    )
+    whole = not spread and n_out % tile.columns == 0 and _readable(out)
+    out_tile = weights
+    if whole:
+        shape = [n, (heads - 1) * out.stride(1) + n_out]
+        out_tile = TensorDescriptor(out, shape, [out.stride(0), 1], [tile.rows, tile.columns])
     _product_kernel[(tiles, ranges if spread else 1, heads)](
         TensorDescriptor(x, [n, width], [x.stride(0), 1], [tile.rows, inner]),
-        TensorDescriptor(
-            weight,
-            [weight.shape[0] * n_out, n_in],
-            [weight.stride(1), 1],
-            [tile.columns, inner],
-        ),
+        weights,
         out if residual is None else residual,
         out,
+        out_tile,
         partial,
         arrived(x.device),
         n,
@@ -280,6 +294,7 @@ def product(
         length,
         RANGES=ranges,
         SPREAD=spread,
+        WHOLE=whole,
         GATED=gated,
         ADD=residual is not None,
         EVEN=n_in % inner == 0,
