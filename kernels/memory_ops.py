@@ -8,18 +8,23 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from . import copy
+from .publish import publish
 from .resolve import Resolved, resolve_batch
+from .retrieve import retrieve
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryOps:
-    """resolve: see ``kernels.resolve.resolve_batch``; copies and put: see ``kernels.copy``."""
+    """resolve: see ``kernels.resolve.resolve_batch``; copies and put: see ``kernels.copy``.
+    retrieve, publish: see the modules of these names."""
 
     resolve: Callable[..., Resolved]
     host_to_arena: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     arena_to_host: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     arena_to_arena: Callable[[Tensor, Tensor, Tensor], None]
     put: Callable[[Tensor, Tensor, Tensor], None]
+    retrieve: Callable[..., Tensor]
+    publish: Callable[..., None]
 
 
 def memory_ops(backend: str) -> MemoryOps:
@@ -31,9 +36,13 @@ def memory_ops(backend: str) -> MemoryOps:
             copy.arena_to_host,
             copy.arena_to_arena,
             copy.put,
+            retrieve,
+            publish,
         )
     from .triton import copy as copy_triton
+    from .triton.publish import publish as publish_triton
     from .triton.resolve import resolve_batch as resolve_triton
+    from .triton.retrieve import retrieve as retrieve_triton
 
     return MemoryOps(
         resolve_triton,
@@ -41,4 +50,6 @@ def memory_ops(backend: str) -> MemoryOps:
         copy_triton.arena_to_host,
         copy_triton.arena_to_arena,
         copy_triton.put,
+        retrieve_triton,
+        publish_triton,
     )

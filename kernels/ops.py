@@ -1,13 +1,17 @@
 """The seam between a model and its kernels: what a backend computes, and the plain-torch one.
 
-Every operation gives a row the same bits whatever rows stand beside it. Weights, inputs and results
-are float32; cached rows and keys may be bf16 or 8-bit records (``fp8.py``). Attention and scoring
-take bf16 queries too: attention then returns bf16.
+Every operation gives a row the same bits whatever rows stand beside it.
+
+A backend computes in one dtype, float32 or bfloat16: that of weights and of what products read.
+*Narrow* below means that dtype. In bfloat16 a product adds up in float32 and its result is rounded
+once, where it enters the next product or attention; residual stream, norms, softmax, index scores
+and logits are float32, and so are the rows and keys handed to the memory, which has a format of its own.
+Cached rows and keys may also be 8-bit records (``fp8.py``); attention returns the queries' dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
@@ -16,47 +20,75 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import elementwise, indexer
+from . import elementwise, indexer, latents
 from . import sparse_mla as attention
 from .backend import REFERENCE
 from .indexer import KeyPages
+from .latents import LatentNorms
+from .packing import Packed
 from .tiling import Tiling
 
 
 class Ops(Protocol):
-    """Operations of a sparse-attention decoder. n: rows of a step, of any number of segments.
-
-    Norms and products (linear, head_linear) are called inside ``map_rows`` only, so that a backend
-    may fix the row counts they see; the others take a whole step.
-    """
+    """Operations of a sparse-attention decoder. n: rows of a step, of any number of segments."""
 
     @property
     def name(self) -> str:
         """The backend's name: ``reference`` or ``triton``."""
         ...
 
-    def map_rows(self, fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """``fn`` over the leading dimension of the inputs: [n, ...] each -> [n, ...]."""
+    @property
+    def dtype(self) -> torch.dtype:
+        """What "narrow" is: float32 or bfloat16."""
         ...
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """A weight [out, in] in the memory order that ``linear`` reads best; same shape and values."""
+    def pack(self, *weights: Tensor) -> Packed:
+        """Matrices [out, in] of one inner width, as ``products`` reads them."""
         ...
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """``x @ weight.T``. x: [n, in], weight: [out, in] -> [n, out]."""
+    def pack_heads(self, weight: Tensor) -> Tensor:
+        """A weight [H, d, c] in the memory order that head products read; same shape and values."""
+        ...
+
+    def products(self, x: Tensor, weights: Packed, narrow: bool = False) -> tuple[Tensor, ...]:
+        """``x @ weight.T`` of each weight: [n, out] each, any row stride. x: narrow [n, in].
+
+        narrow: round the results to the narrow dtype; otherwise they are float32.
+        """
+        ...
+
+    def linear(self, x: Tensor, weight: Packed, residual: Tensor | None = None) -> Tensor:
+        """The product with one weight, float32 [n, out], added to ``residual`` if there is one."""
+        ...
+
+    def gated(self, x: Tensor, weights: Packed) -> Tensor:
+        """``silu(x @ gate.T) * (x @ up.T)``, narrow [n, width]. weights: gate and up."""
         ...
 
     def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """One product per head. x: [n, H, d], weight: [H, d, c] -> [n, H, c]."""
+        """One product per head, narrow [n, H, c]. x: narrow [n, H, d]; weight: [H, d, c] from
+        ``pack_heads``."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root-mean-square norm of each row. x: [n, d], weight: [d] -> [n, d]."""
+        """Root-mean-square norm of each row, narrow. x: [n, d], weight: [d], float32."""
         ...
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """Layer norm of each row. x: [n, d], weight, bias: [d] -> [n, d]."""
+    def latents(
+        self, parts: Sequence[Tensor], norms: LatentNorms, table: Tensor, positions: Tensor
+    ) -> tuple[Tensor, ...]:
+        """See ``kernels.latents.latents``. The query latent is narrow, the others float32."""
+        ...
+
+    def queries(
+        self,
+        parts: Sequence[Tensor],
+        key_up: Tensor,
+        index_heads: int,
+        table: Tensor,
+        positions: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """See ``kernels.latents.queries``. All narrow; ``key_up`` from ``pack_heads``."""
         ...
 
     def index_scores(
@@ -72,9 +104,9 @@ class Ops(Protocol):
         """Scores of every row against the keys of its segment: [n, most], undefined beyond
         ``visible``. A score's bits depend on its row and key only.
 
-        q: [n, H, d], weights: [n, H]. row_segment: int64 [n], the row's segment in ``pages``, rows
-        of a segment consecutive. visible: int64 [n], keys that a row sees; most: at least their
-        maximum, known on the host. score = sum_h weights_h * relu(q_h . key * scale).
+        q: narrow [n, H, d], weights: float32 [n, H]. row_segment: int64 [n], the row's segment in
+        ``pages``, rows of a segment consecutive. visible: int64 [n], keys that a row sees; most: at
+        least their maximum, known on the host. score = sum_h weights_h * relu(q_h . key * scale).
         """
         ...
 
@@ -102,9 +134,9 @@ class Ops(Protocol):
         value_width: int,
         scale: float,
     ) -> Tensor:
-        """Attention over selected rows: [n, H, value_width].
+        """Attention over selected rows: [n, H, value_width], of the query's dtype.
 
-        query: [n, H, w]. view: [F, per, w], one layer's rows in the arena. locations: int64 [n, k],
+        query: narrow [n, H, w]. view: [F, per, w], one layer's rows in the arena. locations: int64 [n, k],
         frame * per + place; valid: bool [n, k]. What lies where ``valid`` is False does not matter,
         NaN included; its location must be one of the arena. value_width: leading columns of a row
         that are the value.
@@ -114,28 +146,78 @@ class Ops(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReferenceOps:
-    """Plain torch in fixed row tiles (``kernels/tiling.py``), on any device."""
+    """Plain torch in fixed row tiles (``kernels/tiling.py``), on any device.
+
+    In bfloat16 a product runs on widened values: each single product is then exact, and the sum is
+    float32.
+    """
 
     tiling: Tiling
+    dtype: torch.dtype = torch.float32
     name: str = REFERENCE
 
-    def map_rows(self, fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        return self.tiling.map_rows(fn, *inputs)
+    def pack(self, *weights: Tensor) -> Packed:
+        return Packed(weights, tuple(weight.shape[0] for weight in weights))
 
-    def pack(self, weight: Tensor) -> Tensor:
-        return weight
+    def pack_heads(self, weight: Tensor) -> Tensor:
+        return weight.contiguous()
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x, weight)
+    def products(self, x: Tensor, weights: Packed, narrow: bool = False) -> tuple[Tensor, ...]:
+        wide = [part.float() for part in weights.parts]
+        dtype = self.dtype if narrow else torch.float32
+
+        def fn(rows: Tensor) -> tuple[Tensor, ...]:
+            return tuple(F.linear(rows, weight).to(dtype) for weight in wide)
+
+        return self.tiling.map_rows(fn, x.float())
+
+    def linear(self, x: Tensor, weight: Packed, residual: Tensor | None = None) -> Tensor:
+        (out,) = self.products(x, weight)
+        return out if residual is None else residual + out
+
+    def gated(self, x: Tensor, weights: Packed) -> Tensor:
+        gate, up = (part.float() for part in weights.parts)
+
+        def fn(rows: Tensor) -> Tensor:
+            return elementwise.swiglu(F.linear(rows, gate), F.linear(rows, up)).to(self.dtype)
+
+        return self.tiling.map_rows(fn, x.float())
 
     def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return torch.einsum("nhd,hdc->nhc", x, weight)
+        wide = weight.float()
+        return self.tiling.map_rows(
+            lambda rows: latents.head_product(rows, wide).to(self.dtype), x.float()
+        )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return elementwise.rms_norm(x, weight, eps)
+        return self.tiling.map_rows(
+            lambda rows: elementwise.rms_norm(rows, weight, eps).to(self.dtype), x
+        )
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        return elementwise.layer_norm(x, weight, bias, eps)
+    def latents(
+        self, parts: Sequence[Tensor], norms: LatentNorms, table: Tensor, positions: Tensor
+    ) -> tuple[Tensor, ...]:
+        def fn(at: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+            query, *others = latents.latents(rows, norms, table, at)
+            return query.to(self.dtype), *others
+
+        return self.tiling.map_rows(fn, positions, *parts)
+
+    def queries(
+        self,
+        parts: Sequence[Tensor],
+        key_up: Tensor,
+        index_heads: int,
+        table: Tensor,
+        positions: Tensor,
+    ) -> tuple[Tensor, ...]:
+        wide = key_up.float()
+
+        def fn(at: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+            found = latents.queries(rows, wide, index_heads, table, at)
+            return tuple(x.to(self.dtype) for x in found)
+
+        return self.tiling.map_rows(fn, positions, *(part.float() for part in parts))
 
     def index_scores(
         self,
@@ -205,10 +287,14 @@ def segments(row_segment: Tensor) -> Iterator[tuple[int, slice]]:
         start += count
 
 
-def make_ops(backend: str) -> Ops:
-    """The operations of a backend that ``choose_backend`` returned."""
+def make_ops(backend: str, dtype: torch.dtype = torch.float32) -> Ops:
+    """The operations of a backend that ``choose_backend`` returned. dtype: float32 or bfloat16."""
     if backend == REFERENCE:
-        return ReferenceOps(Tiling())
+        return ReferenceOps(Tiling(), dtype)
+    if dtype == torch.bfloat16:
+        from .triton.bf16_ops import Bf16Ops
+
+        return Bf16Ops()
     from .triton.ops import TritonOps
 
     return TritonOps()

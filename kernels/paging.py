@@ -7,7 +7,9 @@ arena, whichever table owns the frame. Kernels see locations only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +60,12 @@ def scatter(view: Tensor, location: Tensor, items: Tensor) -> None:
     """Write items at distinct locations of an arena view."""
     per = view.shape[1]
     view[location // per, location % per] = items.to(view.dtype)
+
+
+def upload(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """int64 numbers of the host on a device. Does not wait for what the device is doing: a copy of
+    pageable memory is taken before the call returns."""
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def arange(count: int, device: torch.device) -> Tensor:

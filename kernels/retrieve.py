@@ -29,7 +29,7 @@ class StoreMemory:
     records and keys begin in it, in words. staging, inflight: int64 [n], the frames of these two tables,
     of the same records as the cache; staging_rows: records that staging holds.
     counts: int64 [>= seats, COUNTERS], by seat: selected, unique, fetched, staged and refetched rows, bytes.
-    arrivals: int64 [seats], zeros, where a piece's programs meet: each launch leaves zeros.
+    arrivals: int64 [seats + 2], zeros, where programs meet: each launch leaves zeros.
     layers: rows of one record, as counters count them. tokens_per_entry: tokens that make one entry.
     """
 
@@ -100,7 +100,15 @@ def retrieve(
         if seat >= 0:
             own = slice(piece * rows.q, (piece + 1) * rows.q)
             _retrieve_piece(
-                store, rows, piece, seat, chosen[own].long(), rule, first, piece * place, location[own]
+                store,
+                rows,
+                piece,
+                seat,
+                chosen[own].long(),
+                rule,
+                first,
+                piece * place,
+                location[own],
             )
     return location
 

@@ -16,12 +16,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 log = logging.getLogger(__name__)
+
+Rows = TypeVar("Rows", Tensor, tuple[Tensor, ...])
 
 Probe = Callable[["Tiling", int], list[Tensor]]
 """(tiling, shift) -> results of the model's operations on fixed random rows, moved ``shift`` places
@@ -44,21 +47,28 @@ class Tiling:
         """Smallest multiple of ``rows`` that holds ``n`` rows (at least one tile)."""
         return max(1, -(-n // self.rows)) * self.rows
 
-    def map_rows(self, fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    def map_rows(self, fn: Callable[..., Rows], *inputs: Tensor) -> Rows:
         """``fn`` over the leading dimension in whole tiles; padding rows are zero and dropped.
 
-        inputs: tensors [n, ...] with equal n. fn: maps tiles [t, ...] to [t, ...].
+        inputs: tensors [n, ...] with equal n. fn: maps tiles [t, ...] to one tensor [t, ...], or to
+        several.
         """
         n = inputs[0].shape[0]
         padded = self.pad(n)
         if padded != n:
             inputs = tuple(F.pad(x, (0, 0) * (x.dim() - 1) + (0, padded - n)) for x in inputs)
         if self.fused:
-            return fn(*inputs)[:n]
+            return _joined([fn(*inputs)], n)
         # A copy of each tile: a library may pick its kernel by the alignment of the address too.
         starts = range(0, padded, self.rows)
-        tiles = [fn(*(x[a : a + self.rows].clone() for x in inputs)) for a in starts]
-        return torch.cat(tiles)[:n]
+        return _joined([fn(*(x[a : a + self.rows].clone() for x in inputs)) for a in starts], n)
+
+
+def _joined(tiles: list[Rows], n: int) -> Rows:
+    """The first ``n`` rows of all tiles."""
+    if isinstance(tiles[0], Tensor):
+        return (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[:n]
+    return tuple(_joined(list(parts), n) for parts in zip(*tiles, strict=True))
 
 
 def linear(x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:

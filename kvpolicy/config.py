@@ -76,10 +76,14 @@ class SamplingParams(Settings):
 class EngineConfig(Settings):
     """One engine. Sizes in MiB are named so; rows are per request and layer.
 
-    model: an embedded model's name, or a checkpoint folder. backend: the kernels; ``auto`` is triton on
+    model: an embedded model's name, or a checkpoint folder; with dummy_weights a preset, of which
+    ``layers`` (None: all) get random weights, with ``vocab`` tokens (None: the layers' share). dtype: of
+    weights and activations; kv_dtype: of the rows kept. backend: the kernels; ``auto`` is triton on
     a GPU where it can run, else the reference; triton on the CPU is its interpreter, for tests.
     controller: NAME or PATH.py:NAME, with :key=value,... behind it; in Python also an object with
-    ``decide`` or a function of an observation.
+    ``decide`` or a function of an observation. controller_isolation: ``auto`` asks a controller that a
+    spec names in a file or plug-in in a process of its own, where decisions have a deadline; ``thread``
+    asks every controller in a thread of the engine's process.
     eviction, admission: None leaves the choice to the controller.
     device_kv_mib: device memory for KV of all kinds (rows, index keys, maps, staging, in-flight).
     host_kv_mib: host memory for the history. staging_rows: transient rows shared by all requests
@@ -97,9 +101,13 @@ class EngineConfig(Settings):
     model_config = ConfigDict(populate_by_name=True)
 
     model: str = "tiny-dsa"
+    dummy_weights: bool = False
+    layers: int | None = Field(default=None, ge=1)
+    vocab: int | None = Field(default=None, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["auto", "reference", "triton"] = "auto"
     controller: SkipValidation[ControllerLike] = "hisparse"
+    controller_isolation: Literal["auto", "thread"] = "auto"
     eviction: Eviction | None = None
     admission: Literal["all"] | None = None
     device_kv_mib: float = Field(default=64.0, gt=0, le=1 << 20, allow_inf_nan=False)
@@ -112,10 +120,10 @@ class EngineConfig(Settings):
     decision_deadline_ms: float = Field(default=5.0, ge=0, le=1e6, allow_inf_nan=False)
     decision_log: str | None = None
     clock: Literal["wall", "steps"] = "wall"
-    dtype: Literal["float32"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     kv_dtype: Literal["float32", "bf16"] = "float32"
     bos: bool = False
-    cuda_graphs: bool = False
+    cuda_graphs: bool = True
     validate_: bool = Field(default=False, alias="validate")
 
     @field_validator("controller", mode="plain")

@@ -16,7 +16,6 @@ from kvpolicy.memory.accounting import Reserve
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.host_pool import HostPool
 from kvpolicy.memory.layout import Layout
-from kvpolicy.memory.request import RequestMemory
 from kvpolicy.memory.rule import CacheRule
 
 CPU = torch.device("cpu")
@@ -253,25 +252,6 @@ def test_fragmented_host_memory_refuses_and_takes_nothing() -> None:
         memory.admit(9, 80, (8, 8))
     assert memory.usage() == before and list(memory.requests) == [1]
     memory.check_integrity()
-
-
-@pytest.mark.parametrize("kind", sorted(LAYOUTS), ids="-".join)
-def test_a_request_that_runs_out_half_way_takes_nothing(kind: tuple[str, str]) -> None:
-    """Each number of frames below the need, without admission's own check before."""
-    layout = LAYOUTS[kind]
-    tokens = 40
-    need = accounting.request_frames(layout, tokens)
-    memory = hierarchy(layout, need, 1 << 20)
-    request = RequestMemory(1, tokens, layout, memory.host)
-    for free in range(need):
-        memory.arena.frames.allocate(memory.arena.frames.free - free, "others")
-        with pytest.raises(CapacityError, match="device memory"):
-            request.place(memory.arena, memory._tables, 0, tokens)
-        assert memory.arena.frames.free == free
-        held = [f for f, owner in memory.arena.frames._owner.items() if owner == "others"]
-        memory.arena.frames.release(held, "others")
-    request.place(memory.arena, memory._tables, 0, tokens)
-    assert memory.arena.frames.free == 0
 
 
 def test_a_request_of_the_same_number_is_refused() -> None:

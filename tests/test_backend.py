@@ -18,6 +18,7 @@ from kvpolicy.engine.request import RequestOutput
 from kvpolicy.kernels import backend as backend_module
 from kvpolicy.kernels.backend import choose_backend
 from kvpolicy.kernels.ops import make_ops
+from kvpolicy.kernels.packing import Packed
 from kvpolicy.memory.step import StepMemory
 from kvpolicy.models.glm_dsa import GlmDsa
 from kvpolicy.models.loader import DecodeModel, load_model
@@ -84,7 +85,9 @@ def decode(
     )
     with Engine(config, model=model) as engine:  # type: ignore[arg-type]
         outputs = engine.generate(prompts, params)
-        assert engine.record()["backend"] == engine.model.backend
+        record = engine.record()
+        assert record["backend"] == engine.model.backend
+        assert (record["link"] is None) == (engine.device.type == "cpu")
         return outputs
 
 
@@ -127,9 +130,9 @@ def test_a_backend_whose_bits_depend_on_the_place_is_refused(
     ops = make_ops("triton")
 
     class Placed(type(ops)):  # type: ignore[misc]
-        def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        def linear(self, x: Tensor, weight: Packed, residual: Tensor | None = None) -> Tensor:
             place = torch.arange(x.shape[0], device=x.device)[:, None]
-            return ops.linear(x, weight) + place * 1e-6
+            return ops.linear(x, weight, residual) + place * 1e-6
 
     monkeypatch.setattr(micro, "ops", Placed())
     with pytest.raises(UserError, match="depend on its place among others"):

@@ -79,6 +79,28 @@ def test_table_of_the_default_controllers() -> None:
     assert all(row.endswith("equal") for row in rows)
 
 
+def test_a_controller_named_twice_is_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They can be told apart, also where only the second differs."""
+    same = ("--controller", "resident", "--controller", "hisparse", "--controller", "hisparse")
+    result = invoke("compare", "x", *SHORT, *same)
+    rows = [line.split("  ")[0].strip() for line in result.stdout.splitlines()[1:]]
+    assert rows == ["resident", "hisparse", "hisparse #2"] and not result.stderr
+    calls = iter(range(9))
+    decode = compare.decode
+
+    def third(config: Any, *rest: Any) -> Decoded:
+        run = decode(config, *rest)
+        if next(calls) < 2:
+            return run
+        return replace(run, outputs=[replace(o, tokens=o.tokens[:1]) for o in run.outputs])
+
+    monkeypatch.setattr(compare, "decode", third)
+    result = invoke("compare", "x", *SHORT, *same)
+    verdicts = [line.split()[-1] for line in result.stdout.splitlines()[1:4]]
+    assert verdicts == ["equal", "equal", "DIFFERENT"] and result.exit_code == 1
+    assert "OUTPUTS DIFFER under 'hisparse #2'" in result.stderr
+
+
 def test_controller_of_a_config_file(tmp_path: Path) -> None:
     path = tmp_path / "settings.yaml"
     path.write_text("controller: static\nmax_new_tokens: 2\n")

@@ -128,5 +128,13 @@ def test_mistakes_are_one_line(folder: Path, arguments: tuple[str, ...], message
 
 
 def test_other_kinds_are_refused() -> None:
-    result = CliRunner().invoke(app, ["new", "controler", "lazy"])
-    assert result.exit_code == 2 and "controler" in result.stderr
+    for arguments, message in (
+        (
+            ["controler", "lazy"],
+            "unknown kind of file 'controler' (did you mean 'controller'?); allowed: controller",
+        ),
+        (["thing"], "unknown kind of file 'thing'; allowed: controller"),
+        ([], "say what to write: kvpolicy new controller NAME"),
+    ):
+        result = CliRunner().invoke(app, ["new", *arguments])
+        assert result.exit_code == 2 and result.stderr == f"kvpolicy: error: {message}\n"

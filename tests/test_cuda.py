@@ -33,6 +33,7 @@ def run(model: GlmDsa, controller: str, chunk: int, seats: int) -> list[RequestO
         staging_rows=64,
         device_kv_mib=4,
         host_kv_mib=4,
+        cuda_graphs=False,  # the checks wait for the device
         validate=True,
     )
     checked = CheckingModel(model)
@@ -67,6 +68,25 @@ def test_no_abuse_changes_a_bit(tmp_path_factory: pytest.TempPathFactory, backen
         check(model, alone, setting, **values)
 
     run()
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_graphs_change_no_bit(tmp_path: Path, controller: str) -> None:
+    """Captured or call by call, running ahead or step by step, with padded rows (7 seats) or without."""
+    model = GlmDsa(write_checkpoint(tmp_path), torch.device("cuda"), "micro", "triton")
+    values = {"device": "cuda", "device_kv_mib": 4, "host_kv_mib": 4, "controller": controller}
+    found = []
+    for graphs in (False, True):
+        for clock, seats in (("steps", 1), ("steps", 7), ("wall", 4), ("wall", 7)):
+            config = EngineConfig(
+                **values, cuda_graphs=graphs, clock=clock, max_concurrency=seats, validate=True
+            )
+            with Engine(config, model=model) as engine:
+                outputs = engine.generate(PROMPTS, PARAMS)
+                assert engine.executor.decoder is not None
+                assert bool(engine.executor.decoder.graphs) == graphs
+            found.append([(o.tokens, o.finish_reason, o.logits_sha256) for o in outputs])
+    assert all(each == found[0] for each in found)
 
 
 def test_tiny_dsa_says_the_same_on_both_devices() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from observations import request
 
 from kvpolicy.config import EngineConfig, SamplingParams
-from kvpolicy.control.curves import STICK, Entries, MissSampler
+from kvpolicy.control.curves import KEEP, STICK, Entries, MissSampler
 from kvpolicy.controllers.static import Static
 from kvpolicy.engine.engine import Engine
 
@@ -35,12 +35,13 @@ def reuse(seed: int, steps: int, prompt: int = 600) -> Iterator[Step]:
         yield np.sort(chosen), length
 
 
-def simulate(trace: list[Step], rows: int, seed: int = 0) -> tuple[float, int]:
+def simulate(trace: list[Step], rows: int, seed: int = 0) -> tuple[float, float]:
     """A least-recently-used cache of so many rows, cold at the start: (misses, steps), counted once
-    it can be full. Rows used in one step are in no particular order."""
+    it can be full, older steps for less. Rows used in one step are in no particular order."""
     draw = np.random.default_rng(seed)
     stamp: dict[int, float] = {}
-    misses = steps = known = 0
+    misses = steps = 0.0
+    known = 0
     seen: set[int] = set()
     for time, (entries, length) in enumerate(trace):
         if known:
@@ -49,12 +50,13 @@ def simulate(trace: list[Step], rows: int, seed: int = 0) -> tuple[float, int]:
             seen.update(new)
         known = length
         stamp = dict(sorted(stamp.items(), key=lambda item: -item[1])[:rows])
+        misses, steps = misses * KEEP, steps * KEEP
         if len(seen) >= rows:
             steps += 1
             misses += sum(e not in stamp for e in entries.tolist())
         stamp.update((e, time + draw.random() / 4) for e in entries.tolist())
         seen.update(entries.tolist())
-    return float(misses), steps
+    return misses, steps
 
 
 def measured(trace: list[Step], topk: int = K, entries: int = 2000) -> MissSampler:
@@ -142,14 +144,32 @@ def test_two_selectors_of_one_store_are_one_step() -> None:
 
 
 def test_old_steps_fade() -> None:
-    """Half of what is known is gone after 64 intervals; the curve's shape is not."""
+    """Half of what is known is gone after 512 steps, however often somebody asks."""
+    trace = list(reuse(1, 512))
+    once, often = MissSampler((K,), 2000), MissSampler((K,), 2000)
+    for sampler in (once, often):
+        sampler.begin(1)
+        for step, (chosen, length) in enumerate(trace):
+            sampler.note(0, step, chosen, length)
+            if sampler is often:
+                sampler.choose([request(1, (100,), (8,))])
+                sampler.curves()
+    assert once.curves() == often.curves()
+    assert once.curves()[0].steps == pytest.approx(0.5 / (1 - KEEP))
+
+
+def test_what_is_not_judged_any_more_is_left_out() -> None:
+    """Larger budgets than a new history can judge keep their estimate, until it is too old."""
     sampler = measured(list(reuse(1, 400)))
     before = sampler.curves()[0]
-    for _ in range(64):
-        sampler.end_interval()
-    after = sampler.curves()[0]
-    assert after.steps == pytest.approx(before.steps / 2)
-    np.testing.assert_allclose(after.misses, before.misses[: len(after.misses)])
+    sampler.begin(2)
+    for step in range(100):
+        sampler.note(0, step, np.arange(K))
+    still = sampler.curves()[0]
+    assert still.rows[-1] > 8 * K and still.rows == before.rows[: len(still.rows)]
+    for step in range(100, 6000):
+        sampler.note(0, step, np.arange(K))
+    assert sampler.curves()[0].rows == (0, K // 2, K)
 
 
 def test_nothing_seen_is_an_empty_curve() -> None:
@@ -163,12 +183,10 @@ def test_who_is_followed() -> None:
     assert sampler.choose([]) is None and sampler.choose(views[1:2]) is None
     assert sampler.choose(views) == 1
     sampler.begin(1)
-    sampler.end_interval()
     assert sampler.choose(views) == 1
     assert sampler.choose(views[1:]) == 3
     for step in range(STICK):
         sampler.note(0, step, np.arange(K))
-    sampler.end_interval()
     assert sampler.choose(views) == 3
     sampler.begin(7)
     assert sampler.choose(views) == 7

@@ -274,13 +274,13 @@ def test_threads_end_with_their_owner() -> None:
 def test_one_warning_per_kind(
     caplog: pytest.LogCaptureFixture, deciders: Callable[..., Decider]
 ) -> None:
-    acts = iter([fail(ValueError("first")), fail(ValueError("second")), lambda o: 3] * 2)
+    acts = iter([fail(ValueError("first\nline")), fail(ValueError("second")), lambda o: 3] * 2)
     decider = deciders(lambda o: next(acts)(o), 0.0)
     with caplog.at_level(logging.WARNING, "kvpolicy"):
         for _ in range(6):
             decider.decide(SEEN)
     assert [r.getMessage().split(": ", 1)[1] for r in caplog.records] == [
-        "ValueError: first",
+        "ValueError: first line",
         "decide() returned int, not a Plan",
     ]
     assert decider.fallbacks == 6 and len(decider.log) == 6

@@ -205,7 +205,7 @@ def test_release_is_counted_when_budgets_fall(micro: DecodeModel) -> None:
 
 def test_not_finite_logits_end_in_an_error(tmp_path: Path) -> None:
     model = micro_model(tmp_path)
-    model.head[:] = float("nan")
+    model.final_norm.fill_(float("nan"))
     with make(model) as engine:
         output = engine.generate([b"abc"], SamplingParams(max_new_tokens=4))[0]
         assert (output.finish_reason, output.tokens) == ("error", [])

@@ -10,23 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from abuse import PARAMS, PROMPTS, Alone, Setting, config, device_mib, run_alone
-from hostile import FAILING, FALLBACK_KINDS, PROJECTED, Acting, Unspeakable, fail
+from abuse import PARAMS, Alone, Setting, config, run_alone
+from hostile import FAILING, PROJECTED, Acting, Unspeakable, fail
+from hostile_run import DEADLINE_MS, STEP_BOUND, Run
 from micro import micro_model
 
 from kvpolicy import Engine, Observation, Plan, UserError
 from kvpolicy.controllers import ControllerLike
-from kvpolicy.controllers.decider import LOG_LENGTH, MOST_STUCK
+from kvpolicy.controllers.decider import MOST_STUCK
 from kvpolicy.models.loader import DecodeModel
 
 REQUESTS = (0, 3)
-# A controller may take the deadline, and as much again where the machine starts its thread late. The
-# bound is what a step may take besides that: a step of this model takes 10 ms, the rest is for a
-# machine that does something else.
-DEADLINE_MS = 5.0
-STEP_BOUND = 0.5
-# Where the kind of failure is the point, a busy machine must not turn it into "late".
-PATIENT_MS = 20_000.0
 
 
 @pytest.fixture(scope="module")
@@ -49,53 +43,6 @@ def gone(threads: Callable[[], list[threading.Thread]], seconds: float = 10.0) -
     while threads() and time.perf_counter() < end:
         time.sleep(0.002)
     return not threads()
-
-
-class Run:
-    """Two requests under a controller on the wall clock, with memory for little more than one.
-
-    slowest: seconds of the longest step. log: every decision. metrics: of the end.
-    """
-
-    def __init__(
-        self,
-        model: DecodeModel,
-        alone: dict[int, Alone],
-        controller: ControllerLike,
-        each_step: Callable[[Engine], None] = lambda engine: None,
-        **values: Any,
-    ) -> None:
-        values = {"clock": "wall", "decision_deadline_ms": PATIENT_MS, **values}
-        setting = Setting("resident", chunk=40, concurrency=2, interval=1, spare=9)
-        mib = device_mib(model, setting, list(alone), {})
-        with Engine(config(setting, mib, values), model=model) as engine:
-            before = engine.memory.usage(), engine.memory.arena.frames.owners()
-            engine.set_controller(controller)
-            handles = {i: engine.submit(PROMPTS[i], PARAMS[i]) for i in alone}
-            self.slowest = 0.0
-            while not all(handle.done for handle in handles.values()):
-                start = time.perf_counter()
-                engine.step()
-                self.slowest = max(self.slowest, time.perf_counter() - start)
-                each_step(engine)
-            for which, handle in handles.items():
-                output = handle.result()
-                assert tuple(output.tokens) == alone[which].tokens
-                assert output.logits_sha256 == alone[which].digests[-1]
-            assert (engine.memory.usage(), engine.memory.arena.frames.owners()) == before
-            engine.check_integrity()
-            self.log, self.metrics = list(engine.control.log), engine.metrics()
-        assert self.metrics["controller_decisions"] == len(self.log) < LOG_LENGTH
-        self.check_counts()
-
-    def check_counts(self) -> None:
-        """Each event is counted once, and has its reason in the log."""
-        failed = [d for d in self.log if d.fallback]
-        altered = [d for d in self.log if d.projected.changed]
-        assert self.metrics["controller_fallbacks"] == len(failed)
-        assert self.metrics["controller_projections"] == len(altered)
-        assert all(d.reason and d.fallback in FALLBACK_KINDS for d in failed)
-        assert all(d.reason for d in altered)
 
 
 @pytest.mark.parametrize("name", FAILING)
@@ -159,9 +106,12 @@ def test_a_sleeper_stalls_no_step(micro: DecodeModel, alone: dict[int, Alone]) -
     assert kinds == ["late"] + ["busy"] * (len(kinds) - 1) and len(kinds) > 10
 
 
-def test_a_spinner_changes_nothing_but_time(micro: DecodeModel, alone: dict[int, Alone]) -> None:
-    """Computing holds the interpreter's lock, and steps with it: no deadline bounds that inside one
-    process. A step is held up no longer than the controller computes, and the rest stays true."""
+def test_a_spinner_handed_over_in_python_changes_nothing_but_time(
+    micro: DecodeModel, alone: dict[int, Alone]
+) -> None:
+    """An object of the user's own shares the interpreter's lock with the steps, which no deadline bounds:
+    a step is held up as long as it computes, and the rest stays true. One that a spec names has a
+    process: tests/test_isolation.py."""
     spin_seconds = 0.6
     end = time.perf_counter() + spin_seconds
 

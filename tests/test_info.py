@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kvpolicy.cli.info import info_command
+from kvpolicy.config import EngineConfig
 from kvpolicy.errors import UserError
 from kvpolicy.geometry.info import describe
 from kvpolicy.geometry.presets import PRESETS, TOY, preset, preset_names
+from kvpolicy.models.checkpoint import checkpoint_folder
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -140,10 +142,23 @@ def test_json_of_the_default_model() -> None:
     result = json.loads(run("--json"))
     assert result["geometry"]["name"] == "tiny-dsa"
     assert result["context"] == 32768
-    assert (result["kv_dtype"], result["index_dtype"]) == ("bf16", "bf16")
-    assert result["bytes_per_token"] == {"rows": 1280, "index": 256, "pinned": 0, "total": 1536}
-    assert result["bytes_at_context"]["total"] == 1536 * 32768
+    assert (result["kv_dtype"], result["index_dtype"]) == ("float32", "float32")
+    assert result["bytes_per_token"] == {"rows": 2560, "index": 512, "pinned": 0, "total": 3072}
+    assert result["bytes_at_context"]["total"] == 3072 * 32768
     assert result["fit"] is None
+
+
+def test_a_model_that_runs_is_shown_as_engines_keep_it() -> None:
+    """By its name or by its folder; a geometry without weights in bf16."""
+    kept = EngineConfig().kv_dtype
+    for model, dtype in (
+        ("tiny-dsa", kept),
+        (str(checkpoint_folder("tiny-dsa")), kept),
+        (str(checkpoint_folder("tiny-dsa") / "config.json"), "bf16"),
+        ("glm-5.3", "bf16"),
+    ):
+        assert json.loads(run("--model", model, "--json"))["kv_dtype"] == dtype
+        assert f"({dtype} rows" in run("--model", model)
 
 
 def test_json_with_memory() -> None:
@@ -187,7 +202,7 @@ def test_tables_read_whole_at_80_columns(name: str) -> None:
 
 def test_tables_state_the_numbers() -> None:
     text = run("--model", "glm-5.3", "--kv-dtype", "fp8")
-    for number in ("53,940.0", "2,772.0", "5.394 GB", "104.792 MB", "19 x", "Add --device-kv-mib"):
+    for number in ("53,940.0", "2,772.0", "5.024 GiB", "99.938 MiB", "19 x", "Add --device-kv-mib"):
         assert number in text
 
 

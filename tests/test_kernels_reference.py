@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from kvpolicy.kernels import tiling as tiling_module
 from kvpolicy.kernels.elementwise import apply_rope, layer_norm, rms_norm, rope_table, swiglu
-from kvpolicy.kernels.eviction import CLOCK_SPARE_STEPS, RULES, SweepState, stamp_of
+from kvpolicy.kernels.eviction import RULES, SweepState, stamp_of
 from kvpolicy.kernels.indexer import all_visible, index_scores, top_k
 from kvpolicy.kernels.philox import philox, uniforms
 from kvpolicy.kernels.sparse_mla import sparse_mla
@@ -374,21 +374,37 @@ def test_lru_and_fifo_take_the_oldest(name: str, slots: list[tuple[int, bool]], 
     assert victims.tolist() == sorted([i for _, i in order][:count])
 
 
-@given(slots=SLOTS, count=st.integers(1, 45), hand=st.integers(0, 39), step=st.integers(6, 20))
+@given(
+    slots=SLOTS,
+    count=st.integers(1, 45),
+    hand=st.integers(0, 39),
+    step=st.integers(6, 20),
+    age=st.integers(1, 9),
+)
 def test_clock_sweeps_from_the_hand(
-    slots: list[tuple[int, bool]], count: int, hand: int, step: int
+    slots: list[tuple[int, bool]], count: int, hand: int, step: int, age: int
 ) -> None:
-    """Lap 1 takes slots unused for CLOCK_SPARE_STEPS, lap 2 any; the hand stops after the last."""
+    """Lap 1 takes slots unused for ``age`` steps, lap 2 for half of it, lap 3 any, in the order of the sweep;
+    the hand stops after the last. A second lap lowers the age, victims within a third of the slots raise it.
+    """
     stamp, candidate = slots_of(slots)
     hand %= len(slots)
     lap = [(hand + i) % len(slots) for i in range(len(slots))]
     lap = [slot for slot in lap if slots[slot][1]]
-    old = [slot for slot in lap if step - slots[slot][0] // 2 >= CLOCK_SPARE_STEPS]
-    wanted = (old + [slot for slot in lap if slot not in old])[:count]
-    state = SweepState(hand=hand)
+    old = [slot for slot in lap if step - slots[slot][0] // 2 >= age]
+    half = [s for s in lap if s not in old and (step - slots[s][0] // 2) * 2 >= age]
+    wanted = (old + half + [slot for slot in lap if slot not in old + half])[:count]
+    state = SweepState(hand=hand, age=age)
     victims = RULES["clock"].victims(stamp, candidate, count, step, state)
-    assert victims.tolist() == sorted(wanted)
+    assert victims.tolist() == wanted
     assert state.hand == ((wanted[-1] + 1) % len(slots) if wanted else hand)
+    early = len(old) >= count and ((wanted[-1] - hand) % len(slots) + 1) * 3 < len(slots)
+    assert state.age == (max(1, age - 2) if len(old) < count else age + early)
+    still = SweepState(hand=hand, age=age)
+    assert (
+        RULES["clock"].victims(stamp, candidate, count, step, still, tune=False).tolist() == wanted
+    )
+    assert still.age == age
 
 
 def test_random_draws_differ_and_cover() -> None:

@@ -40,15 +40,17 @@ def close(ours: Tensor, exact: Tensor) -> None:
 
 @pytest.mark.parametrize("shape", [(33, 17), (64, 80), (7, 1), (1, 5), (130, 65)])
 def test_linear_is_the_product(device: torch.device, ops: Ops, shape: tuple[int, int]) -> None:
-    """Any widths; rows with a stride, at an odd address; weights packed or not."""
+    """Any widths; rows with a stride, at an odd address; alone, beside another weight, added."""
     n_in, n_out = shape
     wide, weight = randn(device, 19, n_in + 6), randn(device, n_out, n_in, seed=1)
     x = wide[:, 3 : 3 + n_in]
     exact = x.double() @ weight.double().T
-    close(ops.linear(x, weight), exact)
-    packed = ops.pack(weight)
-    assert torch.equal(packed, weight)
-    close(ops.linear(x, packed), exact)
+    packed = ops.pack(weight, weight[:1])
+    assert torch.equal(packed.parts[0], weight)
+    for out, width in zip(ops.products(x, packed), (n_out, 1), strict=True):
+        close(out, exact[:, :width])
+    residual = randn(device, 19, n_out, seed=2)
+    close(ops.linear(x, ops.pack(weight), residual), residual + exact)
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 16), (3, 33, 21)])
@@ -64,19 +66,23 @@ def test_head_linear_is_a_product_per_head(
 
 @pytest.mark.parametrize("width", [16, 33, 80, 3000])
 def test_norms_are_torchs(device: torch.device, ops: Ops, width: int) -> None:
+    from kvpolicy.kernels.triton.norms import layer_norm
+
     x = (randn(device, 5, width + 7) * 3 + 1)[:, 2 : 2 + width]
     weight, bias = randn(device, width, seed=1), randn(device, width, seed=2)
     exact = F.rms_norm(x.double(), (width,), weight.double(), 1e-3)
     close(ops.rms_norm(x, weight, 1e-3), exact)
     exact = F.layer_norm(x.double(), (width,), weight.double(), bias.double(), 1e-3)
-    close(ops.layer_norm(x, weight, bias, 1e-3), exact)
+    close(layer_norm(x, weight, bias, 1e-3), exact)
 
 
 def test_norms_use_eps(device: torch.device, ops: Ops) -> None:
     """An all-zero row has no scale of its own."""
+    from kvpolicy.kernels.triton.norms import layer_norm
+
     zero, one = torch.zeros(1, 8, device=device), torch.ones(8, device=device)
     assert torch.equal(ops.rms_norm(zero, one, 1e-5), zero)
-    assert torch.equal(ops.layer_norm(zero, one, one, 1e-5), one[None])
+    assert torch.equal(layer_norm(zero, one, one, 1e-5), one[None])
 
 
 # --- indexer --------------------------------------------------------------------------------------
@@ -209,12 +215,14 @@ def row_functions(device: torch.device, ops: Ops) -> dict[str, Callable[[slice],
     """Each operation as a function of which of 37 rows it is given."""
     x, weight = randn(device, 37, 45), randn(device, 70, 45, seed=1)
     wide, heads = randn(device, 37, 2, 45, seed=2), randn(device, 2, 45, 19, seed=3)
-    attention = AttentionCase(device, n=37, shape=(2, 24, 16, 16))
+    attention, packed = AttentionCase(device, n=37, shape=(2, 24, 16, 16)), ops.pack(weight)
+    from kvpolicy.kernels.triton.norms import layer_norm
+
     return {
-        "linear": lambda own: ops.linear(x[own], weight),
+        "linear": lambda own: ops.linear(x[own], packed),
         "head_linear": lambda own: ops.head_linear(wide[own], heads),
         "rms_norm": lambda own: ops.rms_norm(x[own], weight[0], 1e-5),
-        "layer_norm": lambda own: ops.layer_norm(x[own], weight[0], weight[1], 1e-5),
+        "layer_norm": lambda own: layer_norm(x[own], weight[0], weight[1], 1e-5),
         "sparse_mla": lambda own: attention.run(ops, own),
     }
 

@@ -89,8 +89,18 @@ def test_what_a_file_does_not_name_stays(tmp_path: Path) -> None:
     new = read(tmp_path / "a.yaml", old)
     assert (new.controller, new.control_interval, new.eviction) == (old.controller, 3, None)
     assert changes(old, new).names == ("eviction", "control_interval")
-    (tmp_path / "empty.yaml").write_text("")
-    assert read(str(tmp_path / "empty.yaml"), old) == old
+
+
+@pytest.mark.parametrize("text", ["", "# controller: static\n"])
+def test_a_file_that_names_nothing_is_said_to(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, path = config(eviction="lru"), tmp_path / "empty.yaml"
+    path.write_text(text)
+    assert read(path, old) == old
+    assert [r.getMessage() for r in caplog.records] == [
+        f"config {str(path)!r} names no settings: nothing changes"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpolicy.kernels.eviction import (
+    CLOCK_LAZY,
     CLOCK_SPARE_STEPS,
     RULES,
     EvictionRule,
     Key,
     SweepState,
-    lookup,
-    register,
 )
 from kvpolicy.kernels.resolve import PAD, CacheTables, resolve_batch
 
@@ -36,11 +35,13 @@ class Model:
     stamp: dict[int, int] = field(default_factory=dict)
     hand: int = 0
     draws: int = 0
+    age: int = CLOCK_SPARE_STEPS
 
     def key(self, name: str, slot: int, step: int) -> tuple[int, ...]:
         """The order of victims, told another way than by the rules' own integers."""
         if name == "clock":
-            lap = 0 if step - self.stamp[slot] // 2 >= CLOCK_SPARE_STEPS else 1
+            unused = step - self.stamp[slot] // 2
+            lap = 0 if unused >= self.age else 1 if unused >= self.age / 2 else 2
             return lap, (slot - self.hand) % self.capacity
         if name == "random":
             mixed = ((slot + 1) * 2654435761) ^ (step * 40503 + self.draws * 2246822519)
@@ -48,14 +49,17 @@ class Model:
         return (self.stamp[slot],)
 
     def resolve(
-        self, name: str, wanted: list[int], step: int, admit: bool, evict: bool
+        self, name: str, seat: int, wanted: list[int], step: int, admit: bool, evict: bool
     ) -> tuple[list[int], list[bool]]:
         """Slots (-1: to be staged) and misses of ``wanted``."""
         missed = [entry not in self.slot for entry in wanted]
         if admit and self.capacity:
             hits = {self.slot[entry] for entry in wanted if entry in self.slot}
+            if name == "clock" and not any(missed) and (step + seat) % CLOCK_LAZY:
+                return [self.slot[entry] for entry in wanted], missed
             if name != "fifo":
                 self.stamp.update(dict.fromkeys(hits, 2 * step + 1))
+                hits |= {slot for slot, stamp in self.stamp.items() if stamp == 2 * step + 1}
             incoming = [entry for entry in wanted if entry not in self.slot]
             taken = set(self.slot.values())
             room = [slot for slot in range(self.capacity) if slot not in taken][: len(incoming)]
@@ -68,10 +72,20 @@ class Model:
     def victims(self, name: str, count: int, step: int, candidates: set[int]) -> list[int]:
         self.draws += 1
         order = sorted(candidates, key=lambda slot: (self.key(name, slot, step), slot))[:count]
+        if name == "clock":
+            self.tune(order, count, step)
         if order:
             self.hand = (order[-1] + 1) % self.capacity
         self.slot = {entry: slot for entry, slot in self.slot.items() if slot not in order}
-        return sorted(order)
+        return order if name == "clock" else sorted(order)
+
+    def tune(self, order: list[int], count: int, step: int) -> None:
+        """A second lap lowers the age, victims within a third of the cache raise it."""
+        laps = [self.key("clock", slot, step) for slot in order]
+        if len(order) < count or any(lap for lap, _ in laps):
+            self.age = max(1, self.age - 2)
+        elif max(ahead for _, ahead in laps) + 1 < self.capacity / 3:
+            self.age += 1
 
 
 SEATS = st.lists(
@@ -99,7 +113,8 @@ def check_state(tables: CacheTables, seats: list[Seat], models: list[Model]) -> 
         holder = {slot: entry for entry, slot in model.slot.items()}
         assert state.entry_of.get(slots).tolist() == [holder.get(s, -1) for s in slots.tolist()]
         assert dict(enumerate(state.stamp.get(slots).tolist())) == model.stamp
-        assert state.sweep == SweepState(model.hand, model.draws)
+        assert state.sweep == SweepState(model.hand, model.draws, model.age)
+        assert state.used == len(model.slot)
 
 
 def check_rest(before: Tensor, tables: CacheTables, seats: list[Seat]) -> None:
@@ -136,7 +151,9 @@ def test_resolve_batch_against_dictionaries(
             if seats[seat].full:
                 slots, missed = entries, [False] * len(entries)
             else:
-                slots, missed = models[seat].resolve(name, entries, step, admit, call["evict"])
+                slots, missed = models[seat].resolve(
+                    name, seat, entries, step, admit, call["evict"]
+                )
             rest = call["wanted"].shape[1] - len(entries)
             where = [-1 if slot < 0 else location_of(tables, seat, slot) for slot in slots]
             assert found.location[piece].tolist() == where + [-1] * rest
@@ -155,12 +172,12 @@ def mru_key(stamp: Tensor, step: int, hand: int, draws: int) -> Tensor:
 @pytest.fixture
 def registered() -> Iterator[EvictionRule]:
     """A rule of somebody else: the row used last goes first."""
-    yield register(EvictionRule("mru", touch=True, key=mru_key))
+    RULES["mru"] = EvictionRule("mru", touch=True, key=mru_key)
+    yield RULES["mru"]
     del RULES["mru"]
 
 
-def test_a_registered_rule_is_found_and_chooses(registered: EvictionRule) -> None:
-    assert lookup("mru") is registered
+def test_a_registered_rule_chooses(registered: EvictionRule) -> None:
     state = SweepState(hand=7, draws=1)
     stamp = torch.tensor([3, 9, 9, 5], dtype=torch.int32)
     candidate = torch.tensor([True, True, True, False])
@@ -169,17 +186,11 @@ def test_a_registered_rule_is_found_and_chooses(registered: EvictionRule) -> Non
     assert registered.victims(stamp, candidate, 9, 10, state).tolist() == [0, 1, 2]
 
 
-def test_a_taken_name_is_refused(registered: EvictionRule) -> None:
-    with pytest.raises(ValueError, match="'mru' is already registered"):
-        register(EvictionRule("mru", touch=False, key=mru_key))
-    with pytest.raises(ValueError, match="'clock' is already registered"):
-        register(EvictionRule("clock", touch=False, key=mru_key))
-    assert lookup("mru") is registered
-
-
-def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="unknown eviction rule 'mru'; allowed: clock, lru"):
-        lookup("mru")
+def test_a_sweep_needs_stamps_and_laziness_a_step() -> None:
+    with pytest.raises(ValueError, match=r"'still': a sweep .* needs touch = True"):
+        EvictionRule("still", touch=False, key=None)
+    with pytest.raises(ValueError, match="'never': lazy = 0: must be 1 or more"):
+        EvictionRule("never", touch=True, key=None, lazy=0)
 
 
 @pytest.mark.parametrize("key", [lambda stamp, *_: stamp, lambda stamp, *_: stamp.long()[:1]])

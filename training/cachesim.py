@@ -7,6 +7,8 @@ selected rows may go too). Priorities below: the lowest is evicted first.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,7 +17,7 @@ Trace = NDArray[np.integer]
 
 NEVER = 1 << 30
 # As in kvpolicy's CLOCK (kernels/eviction.py); check.py compares the two.
-CLOCK_SPARE_STEPS = 5
+CLOCK_SPARE_STEPS, CLOCK_MOST_STEPS, CLOCK_EARLY, CLOCK_LESS = 5, 1023, 3, 2
 
 
 def next_uses(trace: Trace, first: int) -> tuple[Rows, Rows]:
@@ -109,37 +111,51 @@ def offer_new(cache: Cache, policy: str, step: int, new: int, rows: Rows, follow
         cache.admit(np.array([new]))
 
 
-def clock_victims(
-    used: Rows, candidate: NDArray[np.bool_], count: int, step: int, hand: int
-) -> tuple[Rows, int]:
-    """Slots [<= count] that a sweep from the hand takes, and the new hand; used: last-use steps.
+@dataclass
+class Sweep:
+    """Where a CLOCK's hand stands, and for how many steps it spares a slot."""
 
-    Lap 1 spares slots used within CLOCK_SPARE_STEPS steps, lap 2 takes any candidate. The slots come
-    in ascending order, as kvpolicy gives them to new rows.
-    """
-    turn = (hand + np.arange(len(used))) % len(used)
-    turn = turn[candidate[turn]]
-    old = step - used[turn] >= CLOCK_SPARE_STEPS
-    taken = np.concatenate([turn[old], turn[~old]])[:count]
-    return np.sort(taken), int(taken[-1] + 1) % len(used) if len(taken) else hand
+    hand: int = 0
+    age: int = CLOCK_SPARE_STEPS
+
+    def victims(
+        self, used: Rows, candidate: NDArray[np.bool_], count: int, step: int, tune: bool
+    ) -> Rows:
+        """Slots [<= count] in the order of a sweep; used: last-use steps.
+
+        Lap 1 spares slots used within ``age`` steps, lap 2 within half of it, lap 3 takes any candidate.
+        tune: a second lap lowers the age, an early end raises it.
+        """
+        size = len(used)
+        ahead = (np.arange(size) - self.hand) % size
+        unused = step - used
+        laps = (unused < self.age).astype(int) + (unused < (self.age + 1) // 2)
+        passed = ahead + laps * size
+        slots = np.flatnonzero(candidate)
+        taken = slots[np.argsort(passed[slots])][:count]
+        if tune and (len(taken) < count or passed[taken[-1]] >= size):
+            self.age = max(1, self.age - CLOCK_LESS)
+        elif tune and (passed[taken[-1]] + 1) * CLOCK_EARLY < size:
+            self.age = min(CLOCK_MOST_STEPS, self.age + 1)
+        if len(taken):
+            self.hand = int(taken[-1] + 1) % size
+        return taken
 
 
 def simulate_clock(trace: Trace, first: int, capacity: int, counted: int) -> int:
     """The same for CLOCK, which works on slots: free ones are filled first, lowest first."""
     slot_row = np.full(capacity, -1, dtype=np.int64)
     slot_of = np.full(first + len(trace), -1, dtype=np.int64)
-    used, hand, misses = np.zeros(capacity, dtype=np.int64), 0, 0
+    used, sweep, misses = np.zeros(capacity, dtype=np.int64), Sweep(), 0
 
-    def place(rows: Rows, step: int, pinned: Rows) -> None:
-        nonlocal hand
+    def place(rows: Rows, step: int, pinned: Rows, tune: bool) -> None:
         room = np.flatnonzero(slot_row < 0)[: len(rows)]
         if len(room) < len(rows):
             candidate = slot_row >= 0
             candidate[pinned] = False
-            missing = len(rows) - len(room)
-            victims, hand = clock_victims(used, candidate, missing, step, hand)
+            victims = sweep.victims(used, candidate, len(rows) - len(room), step, tune)
             slot_of[slot_row[victims]] = -1
-            room = np.concatenate([room, np.sort(victims)])
+            room = np.concatenate([room, victims])
         placed = rows[: len(room)]
         slot_row[room], slot_of[placed], used[room] = placed, room, step
 
@@ -149,9 +165,9 @@ def simulate_clock(trace: Trace, first: int, capacity: int, counted: int) -> int
         absent, hits = rows[slots < 0], slots[slots >= 0]
         misses += int((absent != new).sum()) * (step >= counted)
         used[hits] = step
-        place(absent, step, hits)
-        if slot_of[new] < 0:
-            place(np.array([new]), step, slot_of[rows])
+        place(absent, step, hits, tune=True)
+        if slot_of[new] < 0:  # offered, not missed: the age learns nothing
+            place(np.array([new]), step, slot_of[rows], tune=False)
     return misses
 
 

@@ -97,13 +97,14 @@ class ProductClock:
         self.row: list[int | None] = [None] * capacity
         self.stamp = torch.zeros(capacity, dtype=torch.int32)
 
-    def load(self, rows: list[int], step: int, pinned: set[int]) -> None:
+    def load(self, rows: list[int], step: int, pinned: set[int], tune: bool) -> None:
         """Give rows slots, as far as there are any beside those of pinned rows."""
         room = [slot for slot, row in enumerate(self.row) if row is None][: len(rows)]
         if missing := len(rows) - len(room):
             free = [row is not None and row not in pinned for row in self.row]
-            victims = self.rule.victims(self.stamp, torch.tensor(free), missing, step, self.sweep)
-            room += victims.tolist()
+            candidate = torch.tensor(free)
+            found = self.rule.victims(self.stamp, candidate, missing, step, self.sweep, tune)
+            room += found.tolist()
         for row, slot in zip(rows, room, strict=False):
             self.row[slot], self.stamp[slot] = row, self.stamp_of(step, hit=False)
 
@@ -116,9 +117,9 @@ class ProductClock:
             for row in hits:
                 self.stamp[self.row.index(row)] = self.stamp_of(step, hit=True)
             total += len(wanted - hits - {new})
-            self.load(sorted(wanted - hits), step, hits)
+            self.load(sorted(wanted - hits), step, hits, tune=True)
             if new not in self.row:
-                self.load([new], step, wanted)
+                self.load([new], step, wanted, tune=False)
         return total
 
 

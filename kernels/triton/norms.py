@@ -47,9 +47,11 @@ def _norm_kernel(
     tl.store(out + row[:, None] * width + column[None, :], value, mask=mask)
 
 
-def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def _norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype = torch.float32
+) -> Tensor:
     n, width = x.shape
-    out = torch.empty(n, width, dtype=torch.float32, device=x.device)
+    out = torch.empty(n, width, dtype=dtype, device=x.device)
     if out.numel() == 0:
         return out
     if x.stride(1) != 1:
@@ -74,9 +76,10 @@ def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     return out
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm of each row. x: [n, d], any row stride; weight: [d]; float32 -> [n, d]."""
-    return _norm(x, weight, None, eps)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Root-mean-square norm of each row. x: [n, d], any row stride; weight: [d]; float32 -> [n, d] of
+    ``dtype``."""
+    return _norm(x, weight, None, eps, dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

@@ -1,38 +1,54 @@
-"""The Triton backend of a model: every operation one kernel, rows untouched by their neighbours."""
+"""The Triton backend of a float32 model: rows untouched by their neighbours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from .. import latents
 from ..backend import TRITON
+from ..elementwise import swiglu
 from ..indexer import KeyPages
+from ..latents import LatentNorms, Primitives
+from ..packing import Packed
 from .index_scores import index_scores
 from .indexer import index_top_k
 from .linear import head_linear, linear
 from .norms import layer_norm, rms_norm
 from .sparse_mla import sparse_mla
 
+_KERNELS = Primitives(rms_norm, layer_norm, head_linear)
+
 
 @dataclass(frozen=True, slots=True)
 class TritonOps:
-    """``kvpolicy.kernels.ops.Ops`` on Triton kernels. All results float32."""
+    """``kvpolicy.kernels.ops.Ops`` in float32, with IEEE dots."""
 
+    dtype: torch.dtype = torch.float32
     name: str = TRITON
 
-    def map_rows(self, fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """One call over all rows: a kernel's tiles are its own."""
-        return fn(*inputs)
-
-    def pack(self, weight: Tensor) -> Tensor:
-        """The weight with its columns of outputs side by side in memory (same shape): threads of a
+    def pack(self, *weights: Tensor) -> Packed:
+        """Each weight with its columns of outputs side by side in memory (same shape): threads of a
         tile then read neighbours, in shared memory too."""
-        return weight.T.contiguous().T
+        parts = tuple(weight.T.contiguous().T for weight in weights)
+        return Packed(parts, tuple(weight.shape[0] for weight in weights))
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return linear(x, weight)
+    def pack_heads(self, weight: Tensor) -> Tensor:
+        return weight.contiguous()
+
+    def products(self, x: Tensor, weights: Packed, narrow: bool = False) -> tuple[Tensor, ...]:
+        return tuple(linear(x, weight) for weight in weights.parts)
+
+    def linear(self, x: Tensor, weight: Packed, residual: Tensor | None = None) -> Tensor:
+        out = linear(x, weight.parts[0])
+        return out if residual is None else residual + out
+
+    def gated(self, x: Tensor, weights: Packed) -> Tensor:
+        gate, up = weights.parts
+        return swiglu(linear(x, gate), linear(x, up))
 
     def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return head_linear(x, weight)
@@ -40,8 +56,20 @@ class TritonOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        return layer_norm(x, weight, bias, eps)
+    def latents(
+        self, parts: Sequence[Tensor], norms: LatentNorms, table: Tensor, positions: Tensor
+    ) -> tuple[Tensor, ...]:
+        return latents.latents(parts, norms, table, positions, _KERNELS)
+
+    def queries(
+        self,
+        parts: Sequence[Tensor],
+        key_up: Tensor,
+        index_heads: int,
+        table: Tensor,
+        positions: Tensor,
+    ) -> tuple[Tensor, ...]:
+        return latents.queries(parts, key_up, index_heads, table, positions, _KERNELS)
 
     def index_scores(
         self,

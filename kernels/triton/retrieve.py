@@ -15,19 +15,26 @@ from ..eviction import EvictionRule
 from ..retrieve import DecodeRows, StoreMemory
 from .copy import arena_side, host_side, plan, word_at
 from .eviction import device_key
+from .lists import Lists
 from .resolve import (
+    PART_COUNTS,
     _resolve,
     check_tables,
+    scratch_of,
     table_arguments,
     table_constants,
     table_strides,
 )
+from .union import resolve_union
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """How retrieval is cut into programs. parts, block, warps: of resolve, per piece. programs, rows,
-    fetch_warps: of fetch: most programs, records that each moves at a time."""
+    fetch_warps: of fetch: most programs, records that each moves at a time (0: as many as
+    fit a tile). fused: one launch for both, with the warps of resolve. tile: slots and
+    missing entries that resolve sees at a time. near: ask for frame numbers ahead. early: fetch is
+    launched while resolve ends (programmatic dependent launch)."""
 
     parts: int
     block: int
@@ -35,6 +42,10 @@ class Shape:
     programs: int
     rows: int
     fetch_warps: int = 4
+    fused: bool = False
+    tile: int = 1024
+    near: bool = True
+    early: bool = True
 
 
 @triton.jit
@@ -76,8 +87,10 @@ def _fetch(
     source, target, misses, host, records, pieces, segment,
     PIECES: tl.constexpr, PER: tl.constexpr, FRAME: tl.constexpr, RECORD: tl.constexpr,
     ALIGNED: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, SLICES: tl.constexpr,
+    WIDTH: tl.constexpr, SLICES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     copy_segments(
         source, target, misses, host, records, tl.program_id(0), tl.num_programs(0), pieces, segment,
         PIECES, PER, FRAME, RECORD, ALIGNED, WORDS, ROWS, WIDTH, SLICES,
@@ -102,16 +115,6 @@ def fetch_constants(store: StoreMemory, pieces: int, rows: int) -> dict[str, int
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Lists:
-    """What resolve leaves for fetch. source: int64 [p, W], host words; target: int32 [p, W], locations;
-    misses: int32 [p], how many of each piece's are listed."""
-
-    source: Tensor
-    target: Tensor
-    misses: Tensor
-
-
 def resolve_rows(
     store: StoreMemory,
     rows: DecodeRows,
@@ -129,12 +132,8 @@ def resolve_rows(
     segment = store.segment(pieces, width)
     device = chosen.device
     location = torch.empty(chosen.shape, dtype=torch.int32, device=device)
-    lists = Lists(
-        torch.empty((pieces, width), dtype=torch.int64, device=device),
-        torch.empty((pieces, width), dtype=torch.int32, device=device),
-        torch.empty(pieces, dtype=torch.int32, device=device),
-    )
-    scratch = torch.empty((pieces, 2, width), dtype=torch.int32, device=device)
+    lists = Lists.empty(pieces, width, device)
+    scratch = scratch_of(pieces, width, device)
     kernel: Any = _resolve
     kernel[(pieces * shape.parts,)](
         *table_arguments(cache),
@@ -170,6 +169,9 @@ def resolve_rows(
         WORDS=words_of(cache.records).shape[2],
         **table_constants(cache),
         BLOCK=shape.block,
+        TILE=shape.tile,
+        NEAR=shape.near and device.type == "cuda",
+        EXTRA=PART_COUNTS,
         num_warps=shape.warps,
     )
     return location, lists
@@ -181,10 +183,12 @@ def fetch_lists(store: StoreMemory, lists: Lists, shape: Shape) -> None:
     pieces, width = lists.source.shape
     constants = fetch_constants(store, pieces, shape.rows)
     programs = min(shape.programs, triton.cdiv(pieces * width, constants["ROWS"]))
+    early = shape.early and store.counts.device.type == "cuda"
     kernel: Any = _fetch
     kernel[(programs,)](
         lists.source, lists.target, lists.misses, store.host, words_of(store.cache.records),
-        pieces, width, **constants, num_warps=shape.fetch_warps,
+        pieces, width, **constants, EARLY=early, num_warps=shape.fetch_warps,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
 
@@ -208,6 +212,14 @@ def retrieve(
 ) -> Tensor:
     """See :func:`kvpolicy.kernels.retrieve.retrieve`: the same in every bit of everything."""
     cut = shape or shape_for(rows.seat.shape[0], chosen.shape[1])
+    if rows.q > 1:
+        location, lists = resolve_union(store, rows, chosen, rule, first)
+        fetch_lists(store, lists, cut)
+        return location
+    if cut.fused and not resident:
+        from .fused_retrieval import retrieve_fused
+
+        return retrieve_fused(store, rows, chosen, rule, first, cut)
     location, lists = resolve_rows(store, rows, chosen, rule, first, resident, cut)
     if not resident:
         fetch_lists(store, lists, cut)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,7 @@ COLUMNS: tuple[Column, ...] = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs of the same task; `differences` holds one line per controller that deviates."""
+    """Runs of the same task; `differences` holds one line per run that deviates, by its label."""
 
     controllers: tuple[str, ...]
     runs: tuple[Decoded, ...]
@@ -73,12 +74,8 @@ class Comparison:
 
     @property
     def labelled(self) -> dict[str, Decoded]:
-        """The runs by controller; one that is named again gets a number."""
-        found: dict[str, Decoded] = {}
-        for name, run in zip(self.controllers, self.runs, strict=True):
-            again = sum(label.partition(" #")[0] == name for label in found)
-            found[f"{name} #{again + 1}" if again else name] = run
-        return found
+        """The runs by controller, see :func:`labels`."""
+        return dict(zip(labels(self.controllers), self.runs, strict=True))
 
     @property
     def counts_steps(self) -> bool:
@@ -92,7 +89,7 @@ class Comparison:
                 *(show(run.metrics) for _, show in COLUMNS),
                 "DIFFERENT" if name in self.differences else "equal",
             ]
-            for name, run in zip(self.controllers, self.runs, strict=True)
+            for name, run in self.labelled.items()
         ]
         notes = fallback_notes({label: run.metrics for label, run in self.labelled.items()})
         headings = ["controller", *(heading for heading, _ in COLUMNS), "outputs"]
@@ -110,10 +107,10 @@ class Comparison:
                 "drafter": "none",
                 "requests": run.requests(fingerprint),
                 "metrics": run.metrics,
-                "outputs_equal": name not in self.differences,
+                "outputs_equal": label not in self.differences,
                 **(run.load() if under_load else {}),
             }
-            for name, run in zip(self.controllers, self.runs, strict=True)
+            for name, (label, run) in zip(self.controllers, self.labelled.items(), strict=True)
         ]
         record = {**self.runs[0].record, "controllers": list(self.controllers)}
         return {
@@ -122,6 +119,16 @@ class Comparison:
             "requests_compared": self.compared,
             "record": record,
         }
+
+
+def labels(controllers: Sequence[str]) -> list[str]:
+    """What each run is called: its controller; one that is named again gets a number."""
+    seen: Counter[str] = Counter()
+    found = []
+    for name in controllers:
+        seen[name] += 1
+        found.append(f"{name} #{seen[name]}" if seen[name] > 1 else name)
+    return found
 
 
 def compare_controllers(
@@ -166,7 +173,7 @@ def comparison_of(controllers: Sequence[str], runs: Sequence[Decoded], closed: b
     reference = list(runs[0].outputs)
     for run in runs[1:] if closed else ():
         reference += run.outputs[len(reference) :]
-    pairs = zip(controllers, runs, strict=True)
+    pairs = zip(labels(controllers), runs, strict=True)
     found = ((name, first_difference(reference, run.outputs, closed)) for name, run in pairs)
     differences = {name: text for name, text in found if text}
     return Comparison(tuple(controllers), tuple(runs), differences)
@@ -247,8 +254,9 @@ def compare_at_bound(
         result["bound"] = each.to_dict()
     emit_json(document, to_stdout=options.as_json, path=options.output)
     if not options.as_json:
-        equal = [name not in comparison.differences for name in controllers]
-        write_text(bound_table(controllers, bounds, equal, comparison.counts_steps))
+        names = list(comparison.labelled)
+        equal = [name not in comparison.differences for name in names]
+        write_text(bound_table(names, bounds, equal, comparison.counts_steps))
     write_logs(options.logdir, comparison.labelled, task, quiet=options.as_json)
     report_differences(comparison)
     finish(comparison.failed)

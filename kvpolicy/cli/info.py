@@ -13,7 +13,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvpolicy.cli.output import check_output, emit_json
+from kvpolicy.config import EngineConfig
 from kvpolicy.errors import UserError
+from kvpolicy.geometry.hf_config import EMBEDDED, is_folder
 from kvpolicy.geometry.info import Fit, InfoReport, describe
 from kvpolicy.geometry.presets import load_geometry
 
@@ -32,8 +34,13 @@ def info_command(
         typer.Option("--context", help="Tokens per request (100000, or what the model allows)."),
     ] = None,
     kv_dtype: Annotated[
-        str, typer.Option("--kv-dtype", help="Row format: float32, bf16, fp8, ... by model.")
-    ] = "bf16",
+        str | None,
+        typer.Option(
+            "--kv-dtype",
+            help="Row format: float32, bf16, fp8, ... by model (default: float32 for a model that "
+            "runs here, as engines keep it; bf16 for a geometry alone).",
+        ),
+    ] = None,
     index_dtype: Annotated[
         str | None, typer.Option("--index-dtype", help="Index-key format (goes with --kv-dtype).")
     ] = None,
@@ -56,7 +63,7 @@ def info_command(
     report = describe(
         geometry,
         context,
-        kv_dtype,
+        kv_dtype or default_kv_dtype(model),
         index_dtype,
         _mib("--device-kv-mib", device_kv_mib),
         _mib("--host-kv-mib", host_kv_mib),
@@ -64,6 +71,14 @@ def info_command(
     emit_json(report.to_dict(), to_stdout=as_json, path=output)
     if not as_json:
         print_report(report, Console())
+
+
+def default_kv_dtype(model: str) -> str:
+    """What an engine keeps of a model that it can load; else what large models are served with."""
+    runs = model in EMBEDDED or (
+        is_folder(Path(model)) and (Path(model) / "model.safetensors").is_file()
+    )
+    return str(EngineConfig.model_fields["kv_dtype"].default) if runs else "bf16"
 
 
 def print_report(report: InfoReport, console: Console) -> None:
@@ -205,8 +220,8 @@ def _count(requests: int | None) -> str:
 
 
 def _size(size: int) -> str:
-    """Decimal units, as models are published in: 1 GB = 1e9 bytes."""
-    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+    """Binary units, as the options for memory: 1 MiB = 2**20 bytes."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", MIB), ("KiB", 1 << 10)):
         if size >= scale:
             return f"{size / scale:,.3f} {unit}"
     return f"{size} B"

@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 from kvpolicy import __version__
 from kvpolicy.cli import interrupts
-from kvpolicy.errors import UserError, unknown_name
+from kvpolicy.errors import UserError, reason, unknown_name
 
 __all__ = ["COMMANDS", "LATER", "PLUGIN_GROUP", "app", "main"]
 
@@ -27,6 +27,8 @@ COMMANDS = {
     "demo": "kvpolicy.cli.demo:demo_command",
     "run": "kvpolicy.cli.run:run_command",
     "compare": "kvpolicy.cli.compare:compare_command",
+    "record": "kvpolicy.cli.record:record_command",
+    "oracle": "kvpolicy.cli.oracle:oracle_command",
     "new": "kvpolicy.cli.new:app",
     "list": "kvpolicy.cli.listing:list_command",
     "info": "kvpolicy.cli.info:info_command",
@@ -34,7 +36,7 @@ COMMANDS = {
 """Command name -> module:function, in the order of the help."""
 
 LATER = (
-    *("bench", "record", "calibrate", "twin-gap", "check", "dashboard"),
+    *("bench", "calibrate", "twin-gap", "check", "dashboard"),
     *("train", "evaluate", "export", "leaderboard", "serve", "load"),
 )
 """Names that are kept for commands of a later version."""
@@ -115,8 +117,7 @@ def _load_plugin(point: EntryPoint) -> Any:
     try:
         return _as_command(point.name, point.load())
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        note = f"command {point.name!r} ({point.value}) cannot be loaded: {reason}"
+        note = f"command {point.name!r} ({point.value}) cannot be loaded: {reason(error)}"
 
     def unusable() -> None:
         raise UserError(note)

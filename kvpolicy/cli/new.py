@@ -7,17 +7,28 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from kvpolicy.cli.output import write_text
 from kvpolicy.controllers.files import parse
-from kvpolicy.errors import UserError
+from kvpolicy.errors import UserError, unknown_name
 
 __all__ = ["app", "class_name", "module_name", "source"]
 
-app = typer.Typer(add_completion=False)
+
+class _Kinds(TyperGroup):
+    """Says what there is where something else is asked for."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands:
+            raise unknown_name("kind of file", args[0], self.commands)
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(add_completion=False, cls=_Kinds, invoke_without_command=True)
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*([-_][A-Za-z0-9]+)*")
 
@@ -53,8 +64,10 @@ class CLASS:
 
 
 @app.callback()
-def _new() -> None:
+def _new(ctx: typer.Context) -> None:
     """Write a file to start from: a controller of your own (kvpolicy new controller NAME)."""
+    if ctx.invoked_subcommand is None:
+        raise UserError("say what to write: kvpolicy new controller NAME")
 
 
 @app.command("controller")

@@ -116,6 +116,16 @@ class Options:
             "MS",
         ),
     ] = None
+    controller_isolation: Annotated[
+        str | None,
+        _option(
+            "--controller-isolation",
+            _POLICY,
+            "auto: controllers of files and plug-ins decide in a process of their own, on the wall "
+            "clock; thread: in this one.",
+            "auto|thread",
+        ),
+    ] = None
     decision_log: Annotated[
         str | None,
         _option("--decision-log", _POLICY, "Append every decision, a line of JSON each.", "FILE"),
@@ -181,7 +191,26 @@ class Options:
             "auto|reference|triton",
         ),
     ] = None
-    dtype: Annotated[str | None, _option("--dtype", _ENGINE, "Arithmetic.", "float32")] = None
+    dummy_weights: Annotated[
+        bool | None,
+        _flag(
+            "--dummy-weights",
+            _ENGINE,
+            "Random weights in the dimensions of a preset, to measure speed: --model glm-5.3.",
+        ),
+    ] = None
+    layers: Annotated[
+        int | None,
+        _option("--layers", _ENGINE, "With --dummy-weights: layers, whole groups (all).", "N"),
+    ] = None
+    vocab: Annotated[
+        int | None,
+        _option("--vocab", _ENGINE, "With --dummy-weights: vocabulary (the layers' share).", "N"),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        _option("--dtype", _ENGINE, "Weights and arithmetic.", "float32|bfloat16"),
+    ] = None
     kv_dtype: Annotated[
         str | None, _option("--kv-dtype", _ENGINE, "Format of KV rows.", "float32|bf16")
     ] = None
@@ -259,8 +288,6 @@ class Options:
     verification: Annotated[str | None, _later("--verification")] = None
     num_draft_tokens: Annotated[int | None, _later("--num-draft-tokens")] = None
     shadow: Annotated[list[str] | None, _later("--shadow")] = None
-    layers: Annotated[int | None, _later("--layers")] = None
-    dummy_weights: Annotated[bool | None, _later("--dummy-weights")] = None
 
 
 def takes(kind: type[_Options]) -> Callable[[Callable[[_Options], None]], Callable[..., None]]:

@@ -28,7 +28,6 @@ __all__ = ["LATER_VALUES", "Resolved", "resolve"]
 LATER_VALUES: Mapping[str, tuple[str, ...]] = {
     "model": ("tiny-csa",),
     "admission": ("accepted",),
-    "dtype": ("bfloat16",),
     "kv_dtype": ("fp8",),
 }
 """Values of settings that are kept for a later version."""
@@ -169,9 +168,6 @@ def _refuse_later_options(options: Options) -> None:
                 raise _not_yet(f"'{flag} {value}'")
     for name in ("num_draft_tokens", "shadow"):
         if getattr(options, name) not in (None, []):
-            raise _not_yet(f"'--{name.replace('_', '-')}'")
-    for name in ("layers", "dummy_weights"):
-        if getattr(options, name):
             raise _not_yet(f"'--{name.replace('_', '-')}'")
 
 

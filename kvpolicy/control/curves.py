@@ -16,8 +16,11 @@ from kvpolicy.control.observation import MissCurve, RequestView
 
 Entries = NDArray[np.int64]
 
-# Weight of what is known after each interval: half of it is forgotten in 64 intervals of 8 steps.
-KEEP = 0.5 ** (1 / 64)
+# Weight of what is known after each step that was noted: half of it is forgotten in 512 steps, however
+# often somebody asks.
+KEEP = 0.5 ** (1 / 512)
+# A budget is known while one step that judged it is at most so old.
+LEAST = 0.5
 # Steps a request is followed before another has its turn. A history long enough to have seen
 # 8 x top-k distinct entries takes some 100 steps; changing is cheap, since what a short history
 # cannot know is left out rather than guessed.
@@ -37,21 +40,20 @@ class MissSampler:
     def __init__(self, topk: Sequence[int], entries: int) -> None:
         self._stores = [_StoreCurve(k, entries) for k in topk]
         self.request_id: int | None = None
-        self._steps = 0
 
     def choose(self, requests: Sequence[RequestView]) -> int | None:
         """The request to follow next: the same while it decodes and has not had its turn, else the
         next by id among those that decode, None if none does. Changes nothing."""
         ready = [r.request_id for r in requests if r.decoding]
         current = self.request_id
-        if current in ready and self._steps < STICK:
+        if current in ready and max(store.followed for store in self._stores) < STICK:
             return current
         later = [i for i in ready if current is not None and i > current]
         return min(later or ready, default=None)
 
     def begin(self, request_id: int) -> None:
         """Follow this request from now on, with no history; the curves stay."""
-        self.request_id, self._steps = request_id, 0
+        self.request_id = request_id
         for store in self._stores:
             store.begin()
 
@@ -63,12 +65,6 @@ class MissSampler:
         entered the cache when they were committed and are no misses.
         """
         self._stores[store].note(step, entries, committed)
-
-    def end_interval(self) -> None:
-        """A control interval is over: older steps count for a little less."""
-        self._steps = max((store.followed for store in self._stores), default=0)
-        for store in self._stores:
-            store.forget()
 
     def curves(self) -> tuple[MissCurve, ...]:
         """The curve of each store as known now; without points where nothing was seen yet."""
@@ -115,7 +111,8 @@ class _StoreCurve:
         if first:
             self.followed += 1
             self._known = self._grid <= depth[-1]
-            self._steps += self._known
+            self._misses *= KEEP
+            self._steps = self._steps * KEEP + self._known
         # Entries of one step have no order among themselves: a budget that ends within a group
         # holds that part of it.
         found = np.interp(self._grid, depth, hits)
@@ -140,14 +137,9 @@ class _StoreCurve:
             more = np.full(max(entries, 2 * len(self._last)) - len(self._last), -1, dtype=np.int64)
             self._last = np.concatenate((self._last, more))
 
-    def forget(self) -> None:
-        """Weigh everything so far by :data:`KEEP`."""
-        self._misses *= KEEP
-        self._steps *= KEEP
-
     def curve(self) -> MissCurve:
-        """Budgets judged by at least one step, not rising; ``steps`` is what the first point has."""
-        known = self._steps >= 1.0
+        """Budgets that are known, not rising; ``steps`` is what the first point has."""
+        known = self._steps >= LEAST
         if not known.any():
             return MissCurve()
         misses = self._misses[known] / self._steps[known]

@@ -1,21 +1,20 @@
 """Projection: one pure function from any proposal to budgets that fit and protect what is required.
 
-There is no illegal action. NaN becomes "keep", negative becomes the floor, too large becomes full
-residency, and what does not fit together shrinks in proportion, above the floor.
+There is no illegal number. Negative becomes the floor, too large becomes full residency, and what does
+not fit together shrinks in proportion, above the floor. What is no number is refused by
+:mod:`kvpolicy.control.reading`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
-from kvpolicy.control.observation import Observation, RequestView, StoreView
+from kvpolicy.control.observation import Observation, RequestView
 from kvpolicy.control.plan import Plan
 from kvpolicy.control.pool import Pool, Rows
+from kvpolicy.control.reading import read
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +29,12 @@ class ProjectedPlan:
     reason: str
 
 
-def frames_of(store: StoreView, rows: int, max_rows: int, rows_now: int | None = None) -> int:
-    """Arena frames of one hot cache. A full one (rows at or above max_rows) has no slot metadata,
-    and room for ``rows_now`` entries so far."""
-    if rows >= max_rows:
-        return -(-(max_rows if rows_now is None else rows_now) // store.rows_per_frame)
-    return -(-rows // store.rows_per_frame) + -(-rows // store.meta_per_frame)
-
-
 def project(plan: Plan, observation: Observation) -> ProjectedPlan:
     """Feasible budgets nearest to a plan, for exactly the requests of the observation.
 
-    Deterministic, no side effects, never raises for a numeric proposal of any value.
+    Deterministic, no side effects, takes numbers of any value. UnreadablePlan for what is none.
     """
+    plan = read(plan, len(observation.stores))
     reasons: list[str] = []
     running = {r.request_id for r in observation.requests}
     unknown = [i for i in plan.targets if i not in running]
@@ -68,60 +60,27 @@ def _wanted(plan: Plan, request: RequestView, floor: int, reasons: list[str]) ->
     target = plan.targets.get(request.request_id, plan.default)
     if target is None:
         return request.budget
-    values = per_store(target, len(request.max_rows))
-    if values is None:
+    values = (
+        (target,) * len(request.max_rows) if isinstance(target, (int, float)) else tuple(target)
+    )
+    if len(values) != len(request.max_rows):
         reasons.append(f"targets do not match {len(request.max_rows)} stores")
-        values = [None] * len(request.max_rows)
-    rows = []
-    for value, most, now in zip(values, request.max_rows, request.budget, strict=True):
-        if value is None or math.isnan(value):
-            reasons.append("not a number")
-            rows.append(now)
-        else:
-            if value < 0:
-                reasons.append("negative")
-            rows.append(int(min(max(value, floor), most)))
-    return tuple(max(r, floor) for r in rows)
-
-
-def per_store(target: object, stores: int) -> list[float | None] | None:
-    """A target as one number per store; None for what is no number, or for a wrong length.
-
-    Takes a number, or any sequence or array of them, which need not end; text is no number.
-    """
-    if isinstance(target, (str, bytes, Mapping)) or not isinstance(target, Iterable):
-        return [_number(target)] * stores
-    try:
-        values = [_number(value) for value in islice(target, stores + 1)]
-    except TypeError:  # an array without dimensions
-        return [_number(target)] * stores
-    return values if len(values) == stores else None
-
-
-def _number(value: object) -> float | None:
-    if isinstance(value, (str, bytes)):
-        return None
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except OverflowError:  # a whole number beyond 1.8e308
-        return math.inf if value > 0 else -math.inf  # type: ignore[operator]
-    except Exception:
-        return None
+        return tuple(max(rows, floor) for rows in request.budget)
+    if any(value < 0 for value in values):
+        reasons.append("negative")
+    each = zip(values, request.max_rows, strict=True)
+    # The floor last: a short request may have fewer rows than the floor asks for.
+    return tuple(max(int(min(max(value, floor), most)), floor) for value, most in each)
 
 
 def _room(plan: Plan, pool: Pool, observation: Observation, reasons: list[str]) -> int:
     """Frames that hot rows of all requests may take together, the reserve left out."""
     room = pool.cost(pool.held) + observation.free_bytes // observation.frame_bytes
-    reserve = _number(plan.reserve_rows)
-    if reserve is None or math.isnan(reserve) or reserve < 0:
-        reasons.append("reserve is not a number of rows")
-        return room
-    kept = int((-(-int(min(reserve, 1e12)) // pool.per_frame)).sum())
-    size = _number(plan.reserve_bytes)
-    if size is None or math.isnan(size) or size < 0:
-        reasons.append("reserve is not a number of bytes")
-        return max(0, room - kept)
-    kept += -(-int(min(size, 1e18)) // observation.frame_bytes)
+    for value, what in ((plan.reserve_rows, "rows"), (plan.reserve_bytes, "bytes")):
+        if value < 0:
+            reasons.append(f"reserve is a negative number of {what}")
+    rows, size = (int(min(max(v, 0), 1e18)) for v in (plan.reserve_rows, plan.reserve_bytes))
+    kept = int((-(-min(rows, 10**12) // pool.per_frame)).sum()) - (-size // observation.frame_bytes)
     return max(0, room - kept)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Protocol, runtime_checkable
 
 from kvpolicy.control.observation import Observation, StoreView
 from kvpolicy.control.plan import Plan
-from kvpolicy.control.projection import per_store
+from kvpolicy.control.reading import per_store
 from kvpolicy.errors import UserError, reason
 from kvpolicy.memory.rule import CacheRule
 
@@ -25,7 +24,8 @@ class Controller(Protocol):
     def decide(self, observation: Observation) -> Plan:
         """A proposal for the next control interval. Called every ``control_interval`` steps and
         when a request came or went; must not block, keep references or change its argument.
-        Runs in a thread of its own, except without a deadline."""
+        Without a deadline it runs inline; with one in a thread of its own, or in a process if a spec
+        names it in a file or a plug-in."""
         ...
 
 
@@ -43,13 +43,16 @@ def initial_rows(controller: Controller, stores: tuple[StoreView, ...]) -> tuple
         raise UserError(
             f"controller {type(controller).__name__}: initial() failed: {reason(error)}"
         ) from None
-    rows = per_store(target, len(stores))
-    if rows is None or any(r is None or math.isnan(r) or r < 0 for r in rows):
+    try:
+        rows = per_store(target, len(stores), "initial()")
+    except Exception:  # whatever it gave may raise anything
+        rows = None
+    if rows is None or min(rows) < 0:
         raise UserError(
             f"controller {type(controller).__name__}: initial() gave {target!r}, must be a number of "
             f"rows, at least 0, or one for each of {len(stores)} stores"
         )
-    return tuple(r for r in rows if r is not None)
+    return rows
 
 
 def cache_rule(controller: Controller) -> CacheRule:

@@ -1,7 +1,8 @@
 """The decider: asks a controller under a deadline, and falls back when it fails.
 
-A controller may be foreign and may do anything: raise, return nonsense, sleep, change what it is
-shown. A decision always comes back, made by the controller or by the fallback, and says which.
+A controller may do anything: raise, return nonsense, sleep, change what it is shown. A decision always
+comes back, made by the controller or by the fallback, and says which. It is asked in a thread of its own,
+or in the process that it brings (:class:`~kvpolicy.controllers.process.ProcessController`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from kvpolicy.control.observation import Observation
 from kvpolicy.control.plan import Plan
 from kvpolicy.control.projection import project
 from kvpolicy.controllers.adaptive import Adaptive
+from kvpolicy.controllers.answer import Failure, answer
 from kvpolicy.controllers.base import Controller
-from kvpolicy.controllers.reading import Failure, answer
+from kvpolicy.controllers.process import ProcessController
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +82,7 @@ def _serve(controller: Controller, jobs: SimpleQueue[_Job | None]) -> None:
 
 
 class Decider:
-    """Owns a controller and the log of its decisions.
+    """Owns a controller, with the thread or process it is asked in, and the log of its decisions.
 
     deadline: seconds that ``decide`` may take; 0 asks inline and without one (where steps are the clock
     there is no wall time). fallback: decides in the controller's place. writer: gets every decision.
@@ -106,13 +108,14 @@ class Decider:
         self._warned: set[str] = set()
 
     def set_controller(self, controller: Controller) -> None:
-        """Replace the controller, even while it is busy: then its thread ends when its call does."""
+        """Replace the controller, even while it is busy: then its thread ends when its call does, its
+        process at once."""
         self._leave()
         self.controller = controller
         self._warned.clear()
 
     def close(self) -> None:
-        """Let go of the thread without waiting for it, and close the log file."""
+        """Let go of the thread without waiting for it, end the process, and close the log file."""
         self._leave()
         if self._writer is not None:
             self._writer.close()
@@ -123,6 +126,8 @@ class Decider:
             worker.stop()
             if worker.busy:
                 self._stuck.append(worker.thread)
+        if isinstance(self.controller, ProcessController):
+            self.controller.close()
 
     def decide(self, observation: Observation) -> Decision:
         """A decision that can be applied. Raises nothing but the user's KeyboardInterrupt."""
@@ -145,6 +150,8 @@ class Decider:
         return decision
 
     def _ask(self, observation: Observation) -> Plan | Failure:
+        if self.deadline and isinstance(self.controller, ProcessController):
+            return self.controller.ask(observation, self.deadline)
         shown = _copy(observation)
         if not self.deadline:
             return answer(self.controller, shown, interrupts=True)
@@ -176,7 +183,7 @@ class Decider:
         log.log(
             level,
             "controller %s failed at step %d, the fallback decides: %s",
-            type(self.controller).__name__,
+            _name(self.controller),
             observation.step,
             failure.text,
         )
@@ -185,6 +192,12 @@ class Decider:
             log.error("the fallback failed at step %d: %s", observation.step, plan.text)
             return Plan.keep(observation)
         return plan
+
+
+def _name(controller: Controller) -> str:
+    return (
+        controller.spec if isinstance(controller, ProcessController) else type(controller).__name__
+    )
 
 
 def _copy(observation: Observation) -> Observation:

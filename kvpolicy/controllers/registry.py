@@ -114,12 +114,24 @@ def make(spec: ControllerLike, /, **params: Any) -> Controller:
             raise UserError(f"controller {spec!r}: exists already and takes no parameters")
         return as_controller(spec)
     file = files.parse(spec)
-    if file is not None:
-        target, name, rest = files.find(file), file.label, file.rest
-    else:
-        name, _, rest = spec.partition(":")
-        target = _named(name)
-    return build(target, spec, name, {**_parameters(spec, rest), **params})
+    name, _, rest = spec.partition(":") if file is None else (file.label, "", file.rest)
+    return build(find(spec), spec, name, {**_parameters(spec, rest), **params})
+
+
+def find(spec: str) -> object:
+    """What the name in a spec stands for, imported. UserError, in one line, if there is no such thing."""
+    file = files.parse(spec)
+    return _named(spec.partition(":")[0]) if file is None else files.find(file)
+
+
+def is_foreign(spec: ControllerLike) -> bool:
+    """Whether a spec names code of a file or of another distribution. Imports nothing."""
+    if not isinstance(spec, str):
+        return False
+    if files.parse(spec) is not None:
+        return True
+    name = spec.partition(":")[0]
+    return name not in _FACTORIES and name in _plugins().plugins
 
 
 def _named(name: str) -> object:

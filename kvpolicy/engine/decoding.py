@@ -20,8 +20,8 @@ from kvpolicy.models.loader import DecodeModel
 log = logging.getLogger(__name__)
 
 # Scratch of a captured graph is sized for contexts of this many tokens and its doubles, so that a
-# growing context asks for a new graph eight times between 8K and a million.
-SHORTEST = 8192
+# growing context asks for a new graph five times between 32K and a million.
+SHORTEST = 32768
 # Copies of a step's numbers that may be on their way to the device at once: the step that runs and
 # the one that is launched behind it, with one to spare.
 UPLOADS = 4

@@ -18,17 +18,18 @@ from kvpolicy.engine.executor import Executor, Launched
 from kvpolicy.engine.handle import RequestHandle, TokenStream
 from kvpolicy.engine.loop import ControlLoop, LoadView
 from kvpolicy.engine.metrics import Metrics, Progress, Sample
+from kvpolicy.engine.observer import StepObserver
 from kvpolicy.engine.prompt import Prompt, token_ids
 from kvpolicy.engine.reload import RunTimeChanges, changes, read
 from kvpolicy.engine.request import Request, RequestOutput, State
 from kvpolicy.engine.residents import Residents
 from kvpolicy.engine.scheduler import Scheduler
-from kvpolicy.errors import UserError
+from kvpolicy.errors import UserError, reason
 from kvpolicy.kernels.memory_ops import memory_ops
 from kvpolicy.memory.accounting import Reserve
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.layout import Layout
-from kvpolicy.models.loader import DecodeModel, load_model
+from kvpolicy.models.loader import DecodeModel, Dummy, load_model
 from kvpolicy.telemetry.record import run_record
 from kvpolicy.telemetry.slo import Slo
 
@@ -50,7 +51,7 @@ class Engine:
         if not isinstance(self.config, EngineConfig):
             raise UserError(f"config = {config!r}: must be an EngineConfig")
         self.device = _device(self.config.device)
-        self.model = model or load_model(self.config.model, self.device, self.config.backend)
+        self.model = model or _load(self.config, self.device)
         self._layout = Layout(self.model.geometry, self.config.kv_dtype)
         self.control = ControlLoop(
             self.config.controller,
@@ -61,6 +62,7 @@ class Engine:
             if self.config.clock == "steps"
             else self.config.decision_deadline_ms / 1e3,
             decision_log=self.config.decision_log,
+            isolate=self.config.controller_isolation == "auto",
         )
         self.memory = self._make_memory()
         self.scheduler = Scheduler(self.config.max_concurrency, self.config.prefill_chunk)
@@ -73,6 +75,7 @@ class Engine:
         self._runs_ahead = self.executor.runs_ahead and self.config.clock == "wall"
         self._launched: Launched | None = None
         self.residents = Residents(self.memory, self.scheduler, self.control, self.totals)
+        self.observer: StepObserver | None = None
         self._next_id = 0
         self.clock = Clock(self.config.clock)
         self._closed = False
@@ -184,6 +187,13 @@ class Engine:
             raise
         return [handle.result() for handle in handles]
 
+    def prepare(self, sampled: bool = False) -> None:
+        """Capture the CUDA graphs of every batch size now, so that no step has to wait for it (without
+        graphs: nothing). sampled: for requests with a temperature too."""
+        if self.executor.decoder is not None:
+            for kind in (False, True)[: 1 + sampled]:
+                self.executor.decoder.prepare(self.model.geometry.max_context, kind)
+
     # --- one step --------------------------------------------------------------------------------
 
     def step(self) -> bool:
@@ -197,14 +207,14 @@ class Engine:
             return self._step()
         except BaseException as error:
             # Half a step may have published rows that were never copied: nothing after it is safe.
-            self._broken = f"{type(error).__name__}: {error}".rstrip(": ")
+            self._broken = reason(error)
             raise
 
     def _step(self) -> bool:
         started = time.perf_counter()
         self._expire()
         decided = self.control.is_due(self.steps)
-        if decided:
+        if decided and not self._runs_ahead:
             self.control.step(self.memory, self._load())
         self.residents.admit(self.steps)
         self.residents.grow(self.steps)
@@ -212,8 +222,12 @@ class Engine:
         if not batch and self._launched is None:
             return False
         launched = self.executor.launch(batch, self.steps) if batch else None
+        if self.observer is not None and launched is not None:
+            self.observer(self.steps, batch)
         self.totals.decode_steps += bool(batch.decode)
         if decided and self._runs_ahead:
+            # Behind the launch: the device has two steps to compute while the host decides.
+            self.control.step(self.memory, self._load())
             self.memory.send_counts()
         before, self._launched = self._launched, launched
         self._emit(before)
@@ -356,9 +370,12 @@ class Engine:
         return self.totals.report(self.steps, self.memory, self.control, self.model.weight_bytes)
 
     def record(self) -> dict[str, Any]:
-        """The run record: config, backend, versions, commit, machine, command."""
+        """The run record: config, backend, versions, commit, machine, command, and the rates of the link to
+        host memory (None on a CPU)."""
         config = self.config.model_dump(by_alias=True)
-        return run_record(config, str(self.device), self.model.backend)
+        rates = self.memory.link
+        link = None if rates is None else rates.as_dict()
+        return {**run_record(config, str(self.device), self.model.backend), "link": link}
 
     # --- life ------------------------------------------------------------------------------------
 
@@ -371,12 +388,20 @@ class Engine:
             )
 
     def close(self) -> None:
-        """Cancel what runs and free all memory. A second call does nothing."""
-        if not self._closed:
+        """Cancel what runs, wait for the device, and free all memory; metrics stay readable. A second
+        call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
             for request in [*self.scheduler.running, *self.scheduler.waiting]:
                 self._cancel(request)
+        finally:
             self.control.close()
-            self._closed = True
+            self._launched = None
+            _finish(self.device)
+            self.executor.close()
+            self.memory.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -388,6 +413,25 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _load(config: EngineConfig, device: torch.device) -> DecodeModel:
+    """The model that a config names."""
+    dummy = Dummy(config.layers, config.vocab) if config.dummy_weights else None
+    if dummy is None and not (config.layers is None and config.vocab is None):
+        name = "vocab" if config.layers is None else "layers"
+        raise UserError(f"{name} = {getattr(config, name)}: goes with dummy_weights")
+    return load_model(config.model, device, config.backend, config.dtype, dummy)
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for all kernels: they read and write the pinned host pool in place, which nobody else tracks."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:  # a device that has failed computes nothing any more
+        log.warning("closing: %s", reason(error))
 
 
 def _device(name: str) -> torch.device:

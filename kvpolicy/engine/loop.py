@@ -10,7 +10,8 @@ from kvpolicy.control.decision import Decision, DecisionWriter
 from kvpolicy.control.observation import Observation, RequestView, StoreView
 from kvpolicy.controllers.base import Controller, cache_rule, initial_rows, wants_curves
 from kvpolicy.controllers.decider import Decider
-from kvpolicy.controllers.registry import ControllerLike, make
+from kvpolicy.controllers.process import PATIENCE, SUPPORTED, ProcessController
+from kvpolicy.controllers.registry import ControllerLike, is_foreign, make
 from kvpolicy.engine.following import Follower
 from kvpolicy.engine.reload import RunTimeChanges
 from kvpolicy.engine.request import Request, State
@@ -75,7 +76,7 @@ class ControlLoop:
     """Observes, asks the :class:`Decider`, applies.
 
     deadline: seconds a decision may take, 0 for none. decision_log: a file that every decision is
-    appended to, None for none.
+    appended to, None for none. isolate: with a deadline, foreign code that a spec names gets a process.
     """
 
     def __init__(
@@ -86,8 +87,11 @@ class ControlLoop:
         eviction: Eviction | None,
         deadline: float = 0.0,
         decision_log: str | None = None,
+        isolate: bool = True,
     ) -> None:
         self.interval = interval
+        self._deadline = deadline
+        self._isolate = isolate and SUPPORTED and deadline > 0
         self.stores = store_views(layout)
         self._eviction = eviction
         self._base = _Baseline()
@@ -127,11 +131,17 @@ class ControlLoop:
         self, spec: ControllerLike, eviction: Eviction | None
     ) -> tuple[Controller, tuple[float, ...], CacheRule]:
         """A controller, the rows it wants at admission, and its cache rule."""
-        controller = make(spec)
+        controller = self._make(spec)
         initial, rule = initial_rows(controller, self.stores), cache_rule(controller)
         if eviction is not None:
             rule = replace(rule, eviction=eviction)
         return controller, initial, rule
+
+    def _make(self, spec: ControllerLike) -> Controller:
+        if isinstance(spec, str) and self._isolate and is_foreign(spec):
+            patience = max(PATIENCE, 2 * self._deadline)
+            return ProcessController(spec, self.stores, patience=patience)
+        return make(spec)
 
     def _new_follower(self, controller: Controller) -> Follower | None:
         """Who measures miss curves, for a controller that asks for them; nobody else pays."""
@@ -163,7 +173,7 @@ class ControlLoop:
         return self.decider.fallbacks
 
     def close(self) -> None:
-        """Let go of the controller's thread, without waiting for it."""
+        """Let go of the controller's thread, without waiting for it, or end its process."""
         self.decider.close()
 
     @property
@@ -202,7 +212,7 @@ class ControlLoop:
         )
         observation = self._observe(now, memory, load, counted)
         if self._follower is not None:
-            curves = self._follower.curves(memory, observation.requests)
+            curves = self._follower.curves(memory, observation.requests, load.late)
             observation = replace(observation, curves=curves)
         self._base, self._due = now, False
         memory.set_budgets(self.decider.decide(observation).projected.budgets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from kvpolicy.controllers import ControllerLike
 from kvpolicy.controllers.files import parse
 from kvpolicy.errors import UserError
 from kvpolicy.memory.rule import Eviction
+
+log = logging.getLogger(__name__)
 
 RUN_TIME = ("controller", "control_interval", "eviction")
 """Fields of EngineConfig that may change while the engine runs. Memory and model are laid out once."""
@@ -45,13 +48,17 @@ def changes(old: EngineConfig, new: EngineConfig) -> RunTimeChanges:
 
 
 def read(path: str | Path, old: EngineConfig) -> EngineConfig:
-    """``old`` with the settings of a YAML file over it: what the file does not name stays.
+    """``old`` with the settings of a YAML file over it: what the file does not name stays. A file that
+    names nothing is warned of: an editor may be in the middle of writing it.
 
     UserError as for any config file, and for settings of requests, which an engine does not have.
     """
     aliases = {name: field.alias or name for name, field in EngineConfig.model_fields.items()}
     values = {alias: getattr(old, name) for name, alias in aliases.items()}
-    for key, value in load_yaml(Path(path)).items():
+    content = load_yaml(Path(path))
+    if not content:
+        log.warning("config %r names no settings: nothing changes", str(path))
+    for key, value in content.items():
         name = key.replace("-", "_")
         if name in SamplingParams.model_fields:
             raise UserError(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.config import SamplingParams
+from kvpolicy.kernels.paging import upload
 from kvpolicy.memory.decode import UNKNOWN
 
 
@@ -32,7 +33,7 @@ class DeviceSampler:
         bits = [
             struct.unpack("q", struct.pack("d", x))[0] for x in (params.temperature, params.top_p)
         ]
-        self._params[seat] = torch.tensor([params.seed, params.top_k, *bits])
+        self._params[seat] = upload([params.seed, params.top_k, *bits], self._params.device)
 
     def tokens_of(self, seats: Tensor, tokens: Tensor) -> Tensor:
         """Tokens of rows, those that only the device knows filled in. int64 [n]."""
@@ -56,5 +57,5 @@ class DeviceSampler:
         self, logits: Tensor, seats: Sequence[int], positions: Sequence[int], sampled: bool
     ) -> None:
         """:meth:`choose` with numbers of the host."""
-        numbers = torch.tensor([seats, positions]).to(logits.device)
+        numbers = upload([seats, positions], logits.device)
         self.choose(logits, numbers[0], numbers[1], sampled)

@@ -12,6 +12,7 @@ Bytes follow the formats in use:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvpolicy.errors import UserError, unknown_name
@@ -72,6 +73,46 @@ def dsa_geometry(
         )
     return Geometry(
         name=name, num_layers=num_layers, stores=tuple(stores), selectors=tuple(selectors), **shape
+    )
+
+
+def whole_groups(geometry: Geometry, layers: int) -> Geometry:
+    """A slice of whole groups of layers that share a selection, numbered from 0.
+
+    Taken are groups of the size that covers most layers, which is how the model repeats itself: of
+    GLM-5.3 4, 8, ... 76 layers, or all 78. UserError naming what is allowed.
+    """
+    if layers == geometry.num_layers:
+        return geometry
+    sizes = [store.n_layers for store in geometry.stores]
+    size = max(set(sizes), key=lambda n: n * sizes.count(n))
+    most = size * sizes.count(size)
+    if layers % size or not size <= layers <= most:
+        raise UserError(
+            f"layers = {layers}: {geometry.name} repeats a group of {size} layers that share a "
+            f"selection: allowed are multiples of {size} up to {most}, and all {geometry.num_layers}"
+        )
+    kept = [store for store in geometry.stores if store.n_layers == size][: layers // size]
+    stores, selectors = [], []
+    for i, store in enumerate(kept):
+        own = tuple(range(i * size, (i + 1) * size))
+        stores.append(replace(store, name=_span(own), layers=own))
+        (selector,) = geometry.selectors_of(store.name)
+        selectors.append(
+            replace(
+                selector,
+                name=f"S{own[0]}",
+                store=stores[-1].name,
+                source_layer=own[0],
+                reader_layers=own,
+            )
+        )
+    return replace(
+        geometry,
+        name=f"{geometry.name}[{layers} layers]",
+        num_layers=layers,
+        stores=tuple(stores),
+        selectors=tuple(selectors),
     )
 
 

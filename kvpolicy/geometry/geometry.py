@@ -195,10 +195,6 @@ class Geometry:
             return None
         return store.layers.index(layer) if layer in store.layers else 0
 
-    def pinned_of_layer(self, layer: int) -> tuple[Pinned, ...]:
-        self._check_layer(layer)
-        return tuple(p for p in self.pinned if layer in p.layers)
-
     def _check_layer(self, layer: int) -> None:
         require(
             0 <= layer < self.num_layers, f"layer is {layer}: allowed 0 to {self.num_layers - 1}"

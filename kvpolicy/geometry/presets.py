@@ -56,6 +56,25 @@ def _glm_5_3() -> Geometry:
     )
 
 
+def _micro_glm() -> Geometry:
+    """GLM-5.3's groups in a size for tests: single layers, then fours."""
+    return dsa_geometry(
+        "micro-glm",
+        num_layers=10,
+        full_layers=(0, 1, 2, 6),
+        latent=32,
+        rope=16,
+        topk=16,
+        index_heads=8,
+        index_head_dim=32,
+        hidden_size=64,
+        vocab_size=264,
+        num_heads=4,
+        max_context=512,
+        source="this project, made by hand for tests",
+    )
+
+
 def _deepseek_v3_2() -> Geometry:
     return dsa_geometry(
         "deepseek-v3.2",
@@ -151,9 +170,17 @@ def _toy_shared() -> Geometry:
 
 TOY = _toy_shared()
 PRESETS: Mapping[str, Geometry] = {
-    g.name: g for g in (_tiny_dsa(), _glm_5_3(), _deepseek_v3_2(), _deepseek_v4_1_flash(), TOY)
+    g.name: g
+    for g in (
+        _tiny_dsa(),
+        _glm_5_3(),
+        _deepseek_v3_2(),
+        _deepseek_v4_1_flash(),
+        TOY,
+        _micro_glm(),
+    )
 }
-_HIDDEN = frozenset({TOY.name})
+_HIDDEN = frozenset({TOY.name, "micro-glm"})
 
 
 def preset_names() -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.errors import CapacityError
-from kvpolicy.kernels.paging import Paged
+from kvpolicy.kernels.paging import Paged, upload
 from kvpolicy.memory.frames import FrameAllocator
 from kvpolicy.memory.layout import Item
 
@@ -43,6 +43,10 @@ class Arena:
         used = item.per_frame * item.bytes
         typed = self.buffer[:, :used].view(item.dtype)
         return typed.view(self.frames.num_frames, item.per_frame, *item.shape)
+
+    def close(self) -> None:
+        """Free the buffer; the allocator's books stay. Tables keep their part of it until they go."""
+        self.buffer = self.buffer.new_empty(0)
 
     def release(self, frames: list[int], owner: Hashable) -> None:
         """Give frames back, poisoned if so set."""
@@ -81,10 +85,10 @@ class Table:
     def _tensor(self, kept: int) -> Tensor:
         """Frame numbers on the device; the first ``kept`` of them are there already."""
         if self._row is None:
-            return torch.tensor(self._frames, dtype=torch.int64, device=self.arena.device)
+            return upload(self._frames, self.arena.device)
         count = len(self._frames)
         if count > kept:
-            self._row[kept:count] = torch.tensor(self._frames[kept:], dtype=torch.int64)
+            self._row[kept:count] = upload(self._frames[kept:], self.arena.device)
         return self._row[:count]
 
     @property

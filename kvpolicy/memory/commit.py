@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvpolicy.kernels.eviction import EvictionRule
 from kvpolicy.kernels.memory_ops import MemoryOps
+from kvpolicy.kernels.paging import upload
 from kvpolicy.kernels.resolve import PAD
 from kvpolicy.memory.counters import MemoryCounters
 from kvpolicy.memory.host_pool import HostPool
@@ -108,7 +109,7 @@ class Committer:
             full += [int(one.request.hot[store.index].full)] * len(own)
         if not rows:
             return None
-        row, seat, entry, whole = torch.tensor([rows, seats, entries, full]).to(self._device)
+        row, seat, entry, whole = upload([rows, seats, entries, full], self._device)
         tables = step.tables.stores[store.index]
         if not any(full):
             return _New(row, seat, entry, torch.full_like(entry, -1))
@@ -140,9 +141,10 @@ class Committer:
         padded = [[*own, *[PAD] * (width - len(own))] for _, own in offers]
         shifts = [one.segment.start - one.segment.position + per - 1 for one, _ in offers]
         seats = [one.request.seat for one, _ in offers]
-        numbers = torch.tensor(
-            [[seat, shift, *own] for seat, shift, own in zip(seats, shifts, padded, strict=True)]
-        ).to(self._device)
+        numbers = upload(
+            [[seat, shift, *own] for seat, shift, own in zip(seats, shifts, padded, strict=True)],
+            self._device,
+        )
         seat, shift, entries = numbers[:, 0], numbers[:, 1:2], numbers[:, 2:]
         may = torch.ones_like(seat, dtype=torch.bool)
         tables = step.tables.stores[store.index].cache

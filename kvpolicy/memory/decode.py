@@ -19,13 +19,11 @@ from kvpolicy.geometry.geometry import Selector
 from kvpolicy.kernels.eviction import EvictionRule
 from kvpolicy.kernels.indexer import KeyPages
 from kvpolicy.kernels.memory_ops import MemoryOps
-from kvpolicy.kernels.paging import gather, scatter
-from kvpolicy.kernels.resolve import PAD
-from kvpolicy.memory.counters import MemoryCounters
-from kvpolicy.memory.host_pool import HostPool
+from kvpolicy.kernels.paging import scatter
+from kvpolicy.kernels.retrieve import DecodeRows, StoreMemory
 from kvpolicy.memory.layout import Layout, StoreLayout
 from kvpolicy.memory.segments import Segment, Wave
-from kvpolicy.memory.tables import SharedTables, StoreTables
+from kvpolicy.memory.tables import SharedTables
 
 NOBODY = -1
 """Seat of a row that pads a step."""
@@ -59,19 +57,18 @@ class DecodeInputs:
 class DecodeStep:
     """One step's access to the hierarchy for the rows of ``inputs``.
 
-    most_tokens: no row stands at or beyond this position (known on the host; sizes scratch only).
-    segments: the same rows as the host knows them, where somebody asks.
+    stores: as kernels see them. most_tokens: no row stands at or beyond this position (known on the
+    host; sizes scratch only). segments: the same rows as the host knows them, where somebody asks.
     """
 
     def __init__(
         self,
         layout: Layout,
         tables: SharedTables,
-        host: HostPool,
+        stores: Sequence[StoreMemory],
         ops: MemoryOps,
         rule: EvictionRule,
         evict: bool,
-        counters: MemoryCounters,
         inputs: DecodeInputs,
         most_tokens: int,
         segments: Sequence[Segment] = (),
@@ -80,10 +77,12 @@ class DecodeStep:
         self.tables = tables
         self.segments = tuple(segments)
         self.rows = inputs.size
-        self._host, self._ops, self._rule, self._evict = host, ops, rule, evict
-        self._counters, self._numbers, self._most_tokens = counters, inputs, most_tokens
-        self._geometry = layout.geometry
+        self._ops, self._rule, self._evict = ops, rule, evict
+        self._stores = stores
+        self._numbers, self._most_tokens = inputs, most_tokens
         self._alive = inputs.seat != NOBODY
+        self._accepted = self._alive.long()
+        self._rows = DecodeRows(inputs.seat, inputs.position, inputs.step, self._alive)
         self._reads = inputs.seat.clamp_min(0)
         self._flying = [table.paged.locate(inputs.index) for table in tables.inflight]
         self._selection: dict[str, Tensor] = {}
@@ -155,46 +154,11 @@ class DecodeStep:
         yield wave
 
     def _retrieve(self, selector: Selector, first: bool) -> Wave:
-        store, numbers = self.layout.of(selector), self._numbers
-        tables = self.tables.stores[store.index]
+        store = self._stores[self.layout.of(selector).index]
         chosen = self._selection[selector.name]
-        committed = (self.positions // store.store.tokens_per_entry)[:, None]
-        old = (chosen >= 0) & (chosen < committed)
-        entries = torch.where(old, chosen, PAD)
-        admit = self._alive if first else torch.zeros_like(self._alive)
-        found = self._ops.resolve(
-            tables.cache, numbers.seat, entries, admit, self._rule, int(numbers.step)
-        )
-        staged = (found.location < 0) & old
-        # Each row has its own k places of staging, so that no place depends on another row's misses.
-        places = torch.arange(entries.numel(), device=entries.device).view(entries.shape)
-        places = self.tables.staging[store.index].paged.locate(places)
-        where = torch.where(staged, places, found.location)
-        source = tables.host_row(numbers.seat[:, None], entries)
-        target = torch.where(found.missed, where, -1)
-        records = tables.cache.records
-        self._ops.host_to_arena(self._host.words, source.flatten(), records, target.flatten())
-        self._count(store, old, found.missed, staged, first)
-        where = torch.where(old, where, self._flying[store.index][:, None])
-        return Wave(0, self.rows, where, chosen >= 0)
-
-    def _count(
-        self, store: StoreLayout, old: Tensor, missed: Tensor, staged: Tensor, first: bool
-    ) -> None:
-        layers, nothing = store.store.n_layers, torch.zeros_like(self.positions)
-        if first:
-            selected, fetched = old.sum(1), missed.sum(1)
-            counts = [selected, selected, fetched, staged.sum(1), nothing]
-        else:
-            fetched = staged.sum(1)
-            counts = [nothing, nothing, nothing, nothing, fetched]
-        size = fetched * store.record.bytes
-        table = torch.stack([*(count * layers for count in counts), size], dim=1)
-        self._counters.retrieval.add(self._reads, table)
-
-    def gather(self, layer: int, wave: Wave) -> Tensor:
-        """Rows of one layer for every query row of a wave: [m, k, width]."""
-        return gather(self.row_view(layer), wave.locations)
+        found = self._ops.retrieve(store, self._rows, chosen, self._rule, first)
+        valid = found >= 0
+        return Wave(0, self.rows, found.clamp_min(0).long(), valid)
 
     def row_view(self, layer: int) -> Tensor:
         """The arena read as rows that one layer attends: [F, per, width], strided."""
@@ -206,23 +170,8 @@ class DecodeStep:
 
     def commit(self) -> None:
         """Every row is accepted: through to the host, then into the hot cache."""
-        for store in self.layout.stores:
-            self._commit(store, self.tables.stores[store.index])
-
-    def _commit(self, store: StoreLayout, tables: StoreTables) -> None:
-        seat, entry, complete = self._numbers.seat, self._entry(store), self._complete(store)
-        flying, words = self._flying[store.index], self._host.words
-        home = torch.where(complete, tables.host_row(seat, entry), -1)
-        self._ops.arena_to_host(tables.cache.records, flying, words, home)
-        home = torch.where(complete, tables.host_key(seat, entry), -1)
-        keys = tables.key_location(seat, entry)
-        self._ops.arena_to_host(tables.keys.view, keys, words, home)
-        # A full cache answers with the entry's own place, a mapped one with a slot or with none.
-        wanted = torch.where(complete, entry, PAD)[:, None]
-        found = self._ops.resolve(
-            tables.cache, seat, wanted, complete, self._rule, int(self._numbers.step), self._evict
-        )
-        self._ops.arena_to_arena(tables.cache.records, flying, found.location[:, 0])
+        for store in self._stores:
+            self._ops.publish(store, self._rows, self._accepted, self._rule, self._evict)
 
     # --- look-ups --------------------------------------------------------------------------------
 

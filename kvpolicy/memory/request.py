@@ -7,7 +7,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from kvpolicy.errors import CapacityError, IntegrityError
+from kvpolicy.errors import IntegrityError
 from kvpolicy.memory import accounting
 from kvpolicy.memory.arena import Arena, Table
 from kvpolicy.memory.host_pool import HostPool
@@ -57,19 +57,12 @@ class RequestMemory:
     # --- the device part -------------------------------------------------------------------------
 
     def place(self, arena: Arena, tables: SharedTables, seat: int, tokens: int) -> None:
-        """Take a seat, with room for ``tokens`` tokens and empty hot caches.
-
-        Raises CapacityError and takes nothing if the frames do not suffice.
-        """
+        """Take a seat, with room for ``tokens`` tokens and empty hot caches. The frames must be free."""
         self.seat, self.reserved, self._tables = seat, tokens, tables
         for own, saved in zip(tables.stores, self._saved_recent, strict=False):
             own.recent[seat] = saved.to(own.recent.device)
         self._saved_recent = []
-        try:
-            self._allocate(arena, tables)
-        except CapacityError:
-            self.leave()
-            raise
+        self._allocate(arena, tables)
 
     def _allocate(self, arena: Arena, tables: SharedTables) -> None:
         seat = self.seat

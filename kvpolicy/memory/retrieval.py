@@ -17,6 +17,7 @@ from torch import Tensor
 from kvpolicy.geometry.geometry import Selector
 from kvpolicy.kernels.eviction import EvictionRule
 from kvpolicy.kernels.memory_ops import MemoryOps
+from kvpolicy.kernels.paging import upload
 from kvpolicy.kernels.resolve import PAD
 from kvpolicy.memory.counters import MemoryCounters
 from kvpolicy.memory.host_pool import HostPool
@@ -196,10 +197,12 @@ class Retriever:
             seats = [piece.request.seat for piece in pieces]
             admit = [int(piece.segment.decode) for piece in pieces]
             counts = [row(p.request.seat, p.segment.decode) for p in pieces]
-            numbers = torch.tensor([seats, admit, counts]).to(device)
-            lengths = [piece.stop - piece.start for piece in pieces]
-            owners = torch.arange(len(pieces)).repeat_interleave(torch.tensor(lengths))
-            self._pages[key] = (numbers[0], numbers[1].bool(), numbers[2], owners.to(device))
+            numbers = upload([seats, admit, counts], device)
+            owners = upload(
+                [i for i, piece in enumerate(pieces) for _ in range(piece.stop - piece.start)],
+                device,
+            )
+            self._pages[key] = (numbers[0], numbers[1].bool(), numbers[2], owners)
         return self._pages[key]
 
     def _fetch(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvpolicy.kernels.paging import upload
 from kvpolicy.memory.arena import Table
 from kvpolicy.memory.layout import StoreLayout
 from kvpolicy.memory.request import RequestMemory
@@ -39,7 +40,7 @@ class StepRows:
                 into += [value] * own.count
             numbers[0].extend(range(own.position, own.position + own.count))
         n, last = len(numbers[0]), [own.stop - 1 for own in segments]
-        flat = torch.tensor([*itertools.chain(*numbers), *last], dtype=torch.int64).to(device)
+        flat = upload([*itertools.chain(*numbers), *last], device)
         self.positions, self.seat, self._committed, self._shift = flat[: 4 * n].view(4, n)
         self.last = flat[4 * n :]
         self.index = torch.arange(n, device=device)

@@ -17,7 +17,7 @@ from kvpolicy.geometry.geometry import Selector
 from kvpolicy.kernels.eviction import EvictionRule
 from kvpolicy.kernels.indexer import KeyPages
 from kvpolicy.kernels.memory_ops import MemoryOps
-from kvpolicy.kernels.paging import gather, scatter
+from kvpolicy.kernels.paging import scatter
 from kvpolicy.memory.counters import MemoryCounters
 from kvpolicy.memory.host_pool import HostPool
 from kvpolicy.memory.layout import Layout, PinnedLayout
@@ -139,13 +139,6 @@ class StepMemory:
         store = self.layout.of(selector).store
         return max(store.entries(own.position + own.count) for own in self.segments)
 
-    def keys(self, selector: Selector, segment: int) -> Tensor:
-        """Index keys that the last row of a segment sees, in entry order: [entries, width]."""
-        store = self.layout.of(selector)
-        own = self.segments[segment]
-        entries = store.store.entries(own.position + own.count)
-        return self.requests[segment].keys[store.index].paged.prefix(entries)
-
     def key_pages(self, selector: Selector) -> KeyPages:
         """The index keys of all seats, where they lie."""
         return self.tables.stores[self.layout.of(selector).index].keys
@@ -183,10 +176,6 @@ class StepMemory:
             done.append(wave)
             yield wave
         self._waves[selector.name] = done
-
-    def gather(self, layer: int, wave: Wave) -> Tensor:
-        """Rows of one layer for every query row of a wave: [m, k, width]."""
-        return gather(self.row_view(layer), wave.locations)
 
     def row_view(self, layer: int) -> Tensor:
         """The arena read as rows that one layer attends: [F, per, width], strided."""

@@ -14,8 +14,11 @@ from torch import Tensor
 
 from kvpolicy.geometry.geometry import Selector
 from kvpolicy.kernels.indexer import KeyPages
+from kvpolicy.kernels.memory_ops import MemoryOps, memory_ops
 from kvpolicy.kernels.resolve import CacheTables
+from kvpolicy.kernels.retrieve import StoreMemory
 from kvpolicy.memory.arena import Arena, Table
+from kvpolicy.memory.host_pool import HostPool
 from kvpolicy.memory.layout import Item, Layout, StoreLayout
 
 
@@ -32,6 +35,7 @@ class StoreTables:
         seats: int,
         max_tokens: int,
         selectors: Sequence[Selector] = (),
+        ops: MemoryOps | None = None,
     ) -> None:
         entries = layout.store.entries(max_tokens)
         device = arena.device
@@ -44,6 +48,7 @@ class StoreTables:
             return torch.zeros(seats, dtype=dtype, device=device)
 
         self.layout = layout
+        self.ops = ops or memory_ops("reference")
         self.cache = CacheTables(
             records=arena.view(layout.record),
             maps=arena.view(layout.slot_map),
@@ -53,8 +58,10 @@ class StoreTables:
             meta_frames=block(layout.meta),
             capacity=per_seat(torch.int32),
             full=per_seat(torch.bool),
+            used=per_seat(torch.int32),
             hand=per_seat(torch.int32),
             draws=per_seat(torch.int32),
+            age=per_seat(torch.int32),
         )
         self.keys = KeyPages(arena.view(layout.key), block(layout.key))
         self.selectors = tuple(selector.name for selector in selectors)
@@ -66,13 +73,36 @@ class StoreTables:
 
     def set_form(self, seat: int, capacity: int, full: bool) -> None:
         """Tell kernels how many slots a seat's cache has, and whether it is the identity."""
-        self.cache.capacity[seat] = capacity
-        self.cache.full[seat] = full
+        # Not by assignment: that copies a number from the host, and waits for the device.
+        self.cache.capacity[seat].fill_(capacity)
+        self.cache.full[seat].fill_(full)
 
     def set_home(self, seat: int, row_base: int, key_base: int) -> None:
         """Tell kernels where a seat's records and keys are on the host."""
-        self.row_base[seat] = row_base
-        self.key_base[seat] = key_base
+        self.row_base[seat].fill_(row_base)
+        self.key_base[seat].fill_(key_base)
+
+    def as_kernels_see_it(
+        self, host: HostPool, staging: Table, inflight: Table, counts: Tensor
+    ) -> StoreMemory:
+        """For kernels that retrieve and publish. counts: int64 [>= seats, COUNTERS]."""
+        return StoreMemory(
+            cache=self.cache,
+            keys=self.keys.view,
+            key_frames=self.keys.frames,
+            host=host.words,
+            row_base=self.row_base,
+            key_base=self.key_base,
+            staging=staging.paged.frames,
+            staging_rows=staging.items,
+            inflight=inflight.paged.frames,
+            counts=counts,
+            arrivals=torch.zeros(
+                self.row_base.shape[0] + 2, dtype=torch.int64, device=self.row_base.device
+            ),
+            layers=self.layout.store.n_layers,
+            tokens_per_entry=self.layout.store.tokens_per_entry,
+        )
 
     def note_selected(self, selector: Selector, seats: Tensor, chosen: Tensor) -> None:
         """Remember selections. seats: int64 [n], distinct or -1 (nobody's); chosen: int64 [n, k]."""
@@ -109,7 +139,13 @@ class SharedTables:
 
 
 def make_tables(
-    layout: Layout, arena: Arena, staging_frames: int, staging_rows: int, rows: int, seats: int
+    layout: Layout,
+    arena: Arena,
+    staging_frames: int,
+    staging_rows: int,
+    rows: int,
+    seats: int,
+    ops: MemoryOps,
 ) -> SharedTables:
     """Allocate what all steps share. Staging frames serve one table per store: only one of them is
     in use at a time. rows: of one step."""
@@ -124,7 +160,7 @@ def make_tables(
         flying.append(table)
     count, most = len(layout.stores), layout.geometry.max_context
     stores = tuple(
-        StoreTables(arena, store, seats, most, layout.geometry.selectors_of(store.store.name))
+        StoreTables(arena, store, seats, most, layout.geometry.selectors_of(store.store.name), ops)
         for store in layout.stores
     )
     return SharedTables(staging, tuple(flying[:count]), tuple(flying[count:]), stores)

@@ -11,8 +11,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvpolicy.errors import UserError, unknown_name
-from kvpolicy.geometry.hf_config import EMBEDDED, is_folder
+from kvpolicy.geometry.dsa import from_hf_config
+from kvpolicy.geometry.geometry import Geometry
+from kvpolicy.geometry.hf_config import EMBEDDED, is_folder, read_json
 from kvpolicy.geometry.presets import preset_names
+from kvpolicy.models.glm_config import GlmDsaConfig
+from kvpolicy.models.glm_weights import dtype_of
 
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -26,15 +30,30 @@ def checkpoint_folder(model: str) -> Path:
         return path
     if model in preset_names():
         raise UserError(
-            f"model {model!r} is a geometry without weights: running it is not available yet"
+            f"model {model!r} is a geometry without weights: run it with dummy_weights "
+            "(--dummy-weights), or name a checkpoint folder"
         )
     raise UserError(f"{unknown_name('model', model, EMBEDDED)}, or a checkpoint folder")
+
+
+class Checkpoint:
+    """The weights of a checkpoint folder, see ``glm_weights.Weights``. UserError for one that cannot
+    be read, or is of another kind."""
+
+    def __init__(self, folder: Path, name: str, device: torch.device, dtype: torch.dtype) -> None:
+        hf = read_json(folder / "config.json")
+        self.geometry: Geometry = from_hf_config(hf, name=name)
+        self.config = GlmDsaConfig.from_hf(hf, self.geometry)
+        self._named = read_weights(folder, self.config.shapes(), device, dtype)
+
+    def take(self, name: str) -> Tensor:
+        return self._named.pop(name)
 
 
 def read_weights(
     folder: Path, shapes: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The named tensors, checked against ``shapes`` and converted.
+    """The named tensors, checked against ``shapes`` and converted: matrices to ``dtype``.
 
     UserError naming the file and the tensor if one is missing, has another shape, is unexpected,
     holds a value that is not finite, or if the file is broken.
@@ -65,7 +84,7 @@ def read_weights(
                 f"checkpoint file {str(path)!r}: {name!r} is {tensor.dtype}, allowed "
                 f"{', '.join(str(d) for d in WEIGHT_DTYPES)}"
             )
-        tensor = tensor.to(dtype)
+        tensor = tensor.to(dtype_of(shape, dtype))
         if not bool(tensor.isfinite().all()):
             raise UserError(
                 f"checkpoint file {str(path)!r}: {name!r} holds values that are not finite numbers"

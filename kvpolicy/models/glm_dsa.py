@@ -1,73 +1,44 @@
 """GLM-5's sparse-attention decoder (MLA rows, lightning indexer, shared selections), dense MLPs.
 
-Float32, batch-invariant, on the kernels of one backend (``kernels/ops.py``). The same equations as
-transformers' ``GlmMoeDsaForCausalLM`` with the key/value up-projection absorbed into query and
-output (DeepSeek-V2, section 2.1.2), so that attention reads cached rows as they are.
+Batch-invariant, in float32 or bfloat16 (``kernels/ops.py`` says what is rounded where), on the kernels
+of one backend. The same equations as transformers' ``GlmMoeDsaForCausalLM`` with the key/value
+up-projection absorbed into query and output (DeepSeek-V2, section 2.1.2), so that attention reads
+cached rows as they are.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kvpolicy.errors import UserError
-from kvpolicy.geometry.dsa import from_hf_config
 from kvpolicy.geometry.geometry import Geometry, Selector
-from kvpolicy.geometry.hf_config import read_json
 from kvpolicy.kernels.backend import REFERENCE
-from kvpolicy.kernels.elementwise import apply_rope, rope_table, swiglu
+from kvpolicy.kernels.elementwise import rope_table
 from kvpolicy.kernels.indexer import KeyPages
 from kvpolicy.kernels.ops import Ops, ReferenceOps, make_ops
 from kvpolicy.kernels.tiling import Tiling, choose_tiling
 from kvpolicy.memory.step import StepMemory
-from kvpolicy.models.checkpoint import read_weights
-from kvpolicy.models.glm_config import LATENT_EPS, GlmDsaConfig
+from kvpolicy.models.checkpoint import Checkpoint
+from kvpolicy.models.glm_config import GlmDsaConfig
+from kvpolicy.models.glm_weights import LayerWeights, Weights, layer_weights
 
 # Tiles and keys of the self-check at load: a step of the default engine is 80 rows. The long tests
-# run it at 64 tiles and 32,768 keys. The interpreter takes 2 ms and more for each of its programs,
-# so there it is one row more than a tile, and one key more than a tile of keys.
+# run it at 64 tiles and 32,768 keys. On a GPU more rows, since Triton's tiles grow up to 256 rows. The
+# interpreter takes 2 ms and more for each of its programs, so there it is one row more than a
+# tile, and one key more than a tile of keys.
 PROBE_TILES, PROBE_KEYS, PROBE_FEW = 5, 1024, 63
+GPU_ROWS = 272
 INTERPRETED_ROWS, INTERPRETED_KEYS = 17, 129
 
 
-@dataclass(frozen=True, slots=True)
-class IndexerWeights:
-    """Lightning indexer of a layer that chooses."""
-
-    wq_b: Tensor
-    wk: Tensor
-    norm: Tensor
-    norm_bias: Tensor
-    weights_proj: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One decoder layer. key_up [heads, nope, kv_rank] and value_up [heads, value, kv_rank]."""
-
-    attention_norm: Tensor
-    mlp_norm: Tensor
-    q_a: Tensor
-    q_norm: Tensor
-    q_b: Tensor
-    kv_a: Tensor
-    kv_norm: Tensor
-    key_up: Tensor
-    value_up: Tensor
-    o: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
-    indexer: IndexerWeights | None
-
-
 class GlmDsa:
-    """The model of one checkpoint on one device.
+    """A model on one device.
 
-    backend: ``reference`` or ``triton``, see ``choose_backend``. geometry: its KV geometry.
+    source: a checkpoint folder, or where else the weights come from. backend: ``reference`` or
+    ``triton``, see ``choose_backend``. dtype: float32 or bfloat16. geometry: its KV geometry.
     vocab, bos, eos: token ids. weight_bytes: device bytes of weights. UserError if a row's bits
     depend on its neighbours on this device.
     """
@@ -76,26 +47,34 @@ class GlmDsa:
     device_only = True
 
     def __init__(
-        self, folder: Path, device: torch.device, name: str, backend: str = REFERENCE
+        self,
+        source: Path | Weights,
+        device: torch.device,
+        name: str,
+        backend: str = REFERENCE,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        hf = read_json(folder / "config.json")
-        self.geometry: Geometry = from_hf_config(hf, name=name)
-        self.config = GlmDsaConfig.from_hf(hf, self.geometry)
+        if isinstance(source, Path):
+            source = Checkpoint(source, name, device, dtype)
+        self.geometry: Geometry = source.geometry
+        self.config: GlmDsaConfig = source.config
         self.device = device
-        self.ops: Ops = make_ops(backend)
-        named = read_weights(folder, self.config.shapes(), device, torch.float32)
-        self.embedding = named["model.embed_tokens.weight"]
-        self.final_norm = named["model.norm.weight"]
-        head = self.embedding if self.config.tied else named["lm_head.weight"]
-        self.head = self.ops.pack(head)
-        self.layers = [self._layer(named, layer) for layer in range(self.config.layers)]
-        self.weight_bytes = sum(w.nbytes for w in named.values())
-        if self.config.tied and self.head is not head:
-            self.weight_bytes += self.head.nbytes
+        self.ops: Ops = make_ops(backend, dtype)
+        self.embedding = source.take("model.embed_tokens.weight")
+        self.final_norm = source.take("model.norm.weight")
+        tied = self.config.tied
+        self.head = self.ops.pack(self.embedding if tied else source.take("lm_head.weight"))
+        self.layers = [layer_weights(source, self.ops, n) for n in range(self.config.layers)]
+        self.weight_bytes = self._weight_bytes()
         self.rope = rope_table(
             self.config.max_positions, self.config.rope, self.config.theta, device
         )
         self._check_rows()
+
+    def _weight_bytes(self) -> int:
+        shared = self.head.parts[0].data_ptr() == self.embedding.data_ptr()
+        ends = (self.embedding.nbytes, self.final_norm.nbytes, 0 if shared else self.head.nbytes)
+        return sum(ends) + sum(layer.nbytes for layer in self.layers)
 
     @property
     def backend(self) -> str:
@@ -114,90 +93,61 @@ class GlmDsa:
     def eos(self) -> tuple[int, ...]:
         return self.config.eos
 
-    def _layer(self, named: dict[str, Tensor], layer: int) -> LayerWeights:
-        cfg = self.config
-
-        def get(name: str) -> Tensor:
-            return named[f"model.layers.{layer}.{name}"]
-
-        def packed(name: str) -> Tensor:
-            return self.ops.pack(get(f"{name}.weight"))
-
-        up = get("self_attn.kv_b_proj.weight").view(cfg.heads, cfg.nope + cfg.value, cfg.kv_rank)
-        indexer = None
-        if layer in cfg.full_layers:
-            indexer = IndexerWeights(
-                wq_b=packed("self_attn.indexer.wq_b"),
-                wk=packed("self_attn.indexer.wk"),
-                norm=get("self_attn.indexer.k_norm.weight"),
-                norm_bias=get("self_attn.indexer.k_norm.bias"),
-                weights_proj=packed("self_attn.indexer.weights_proj"),
-            )
-        return LayerWeights(
-            attention_norm=get("input_layernorm.weight"),
-            mlp_norm=get("post_attention_layernorm.weight"),
-            q_a=packed("self_attn.q_a_proj"),
-            q_norm=get("self_attn.q_a_layernorm.weight"),
-            q_b=packed("self_attn.q_b_proj"),
-            kv_a=packed("self_attn.kv_a_proj_with_mqa"),
-            kv_norm=get("self_attn.kv_a_layernorm.weight"),
-            key_up=up[:, : cfg.nope].contiguous(),
-            value_up=up[:, cfg.nope :].transpose(1, 2).contiguous(),
-            o=packed("self_attn.o_proj"),
-            gate=packed("mlp.gate_proj"),
-            up=packed("mlp.up_proj"),
-            down=packed("mlp.down_proj"),
-            indexer=indexer,
-        )
-
     # --- forward ---------------------------------------------------------------------------------
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, memory: StepMemory, wanted: Tensor) -> Tensor:
         """One step. tokens: [n] int64, the rows of ``memory.segments``; wanted: rows whose logits
         are needed, int64 [m]. Returns logits [m, vocab] float32. Row by row, the bits do not
-        depend on the other rows of the step."""
-        hidden = self.embedding[tokens]
+        depend on the other rows of the step. Nothing here waits for the device or uploads to it."""
+        hidden = self.embedding[tokens].float()
         for number, layer in enumerate(self.layers):
-            hidden = hidden + self._attention(number, layer, hidden, memory)
-            hidden = hidden + self._mlp(layer, hidden)
+            hidden = self._attention(number, layer, hidden, memory)
+            hidden = self._mlp(layer, hidden)
         return self._head(hidden[wanted])
 
     def _head(self, hidden: Tensor) -> Tensor:
         """Logits [n, vocab]."""
-        ops = self.ops
-        return ops.map_rows(
-            lambda x: ops.linear(ops.rms_norm(x, self.final_norm, self.config.eps), self.head),
-            hidden,
-        )
+        x = self.ops.rms_norm(hidden, self.final_norm, self.config.eps)
+        return self.ops.linear(x, self.head)
 
     def _mlp(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
-        """SwiGLU feed-forward [n, hidden]."""
-        ops = self.ops
-
-        def feed(x: Tensor) -> Tensor:
-            x = ops.rms_norm(x, layer.mlp_norm, self.config.eps)
-            return ops.linear(
-                swiglu(ops.linear(x, layer.gate), ops.linear(x, layer.up)), layer.down
-            )
-
-        return ops.map_rows(feed, hidden)
+        """The residual stream [n, hidden] behind the SwiGLU feed-forward."""
+        x = self.ops.rms_norm(hidden, layer.mlp_norm, self.config.eps)
+        return self.ops.linear(self.ops.gated(x, layer.gate_up), layer.down, hidden)
 
     def _attention(
         self, number: int, layer: LayerWeights, hidden: Tensor, memory: StepMemory
     ) -> Tensor:
-        x, latent_q = self._inputs(layer, hidden)
-        memory.write_rows(number, self._rows(layer, x, memory.positions))
+        """The residual stream [n, hidden] behind attention."""
+        latent_q, row, *index = self._inputs(layer, hidden, memory.positions)
+        memory.write_rows(number, row)
+        query, *index_q = self._queries(layer, latent_q, memory.positions)
         selector = self.geometry.selector_of_layer(number)
         assert selector is not None  # every DSA layer reads a store
-        if layer.indexer is not None:
-            self._select(number, layer.indexer, selector, x, latent_q, memory)
-        query = self._query(layer, latent_q, memory.positions)
+        if layer.chooses:
+            memory.write_keys(number, index[0])
+            self._select(selector, index_q[0], index[1], memory)
         parts = []
         for wave in memory.waves(selector):
             own = query[wave.start : wave.stop]
             parts.append(self._attend(own, memory.row_view(number), wave.locations, wave.valid))
-        return self._output(layer, parts[0] if len(parts) == 1 else torch.cat(parts))
+        return self._output(layer, parts[0] if len(parts) == 1 else torch.cat(parts), hidden)
+
+    def _inputs(self, layer: LayerWeights, hidden: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """Query latents [n, q_rank], KV rows [n, kv_rank + rope], and in a layer that chooses index
+        keys [n, dim] and head weights [n, heads]."""
+        ops = self.ops
+        x = ops.rms_norm(hidden, layer.attention_norm, self.config.eps)
+        return ops.latents(ops.products(x, layer.inputs), layer.norms, self.rope, positions)
+
+    def _queries(
+        self, layer: LayerWeights, latent_q: Tensor, positions: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Queries in row space [n, heads, kv_rank + rope], and of the indexer [n, heads, dim]."""
+        parts = self.ops.products(latent_q, layer.queries, narrow=True)
+        heads = self.config.index_heads
+        return self.ops.queries(parts, layer.key_up, heads, self.rope, positions)
 
     def _attend(self, query: Tensor, view: Tensor, locations: Tensor, valid: Tensor) -> Tensor:
         """Attended latents [n, heads, kv_rank] of queries over rows of an arena view."""
@@ -205,45 +155,25 @@ class GlmDsa:
         scale = (cfg.nope + cfg.rope) ** -0.5
         return self.ops.sparse_mla(query, view, locations, valid, cfg.kv_rank, scale)
 
-    def _inputs(self, layer: LayerWeights, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalised hidden rows [n, hidden] and query latents [n, q_rank]."""
-        ops = self.ops
-        x = ops.map_rows(lambda h: ops.rms_norm(h, layer.attention_norm, self.config.eps), hidden)
-        latent_q = ops.map_rows(
-            lambda h: ops.rms_norm(ops.linear(h, layer.q_a), layer.q_norm, LATENT_EPS), x
+    def _output(self, layer: LayerWeights, latent: Tensor, hidden: Tensor) -> Tensor:
+        """Attended latents [n, heads, kv_rank] taken out of row space and added to [n, hidden]."""
+        values = self.ops.head_linear(latent, layer.value_up).flatten(1)
+        return self.ops.linear(values, layer.o, hidden)
+
+    def _select(
+        self, selector: Selector, index_q: Tensor, head_weights: Tensor, memory: StepMemory
+    ) -> None:
+        selection = self.ops.index_top_k(
+            index_q,
+            head_weights,
+            memory.key_pages(selector),
+            memory.row_segment,
+            memory.visible(selector),
+            memory.most_visible(selector),
+            selector.topk,
+            self.config.index_dim**-0.5,
         )
-        return x, latent_q
-
-    def _output(self, layer: LayerWeights, latent: Tensor) -> Tensor:
-        """From attended latents [n, heads, kv_rank] to [n, hidden]."""
-        ops = self.ops
-
-        def project(rows: Tensor) -> Tensor:
-            return ops.linear(ops.head_linear(rows, layer.value_up).flatten(1), layer.o)
-
-        return ops.map_rows(project, latent)
-
-    def _rows(self, layer: LayerWeights, x: Tensor, positions: Tensor) -> Tensor:
-        """KV rows of this step: [n, kv_rank + rope], latent normalised, key part rotated."""
-        rank, ops = self.config.kv_rank, self.ops
-
-        def project(h: Tensor, at: Tensor) -> Tensor:
-            both = ops.linear(h, layer.kv_a)
-            latent = ops.rms_norm(both[:, :rank], layer.kv_norm, LATENT_EPS)
-            return torch.cat([latent, apply_rope(both[:, rank:], self.rope, at)], dim=-1)
-
-        return ops.map_rows(project, x, positions)
-
-    def _query(self, layer: LayerWeights, latent_q: Tensor, positions: Tensor) -> Tensor:
-        """Queries in row space: [n, heads, kv_rank + rope]."""
-        cfg, ops = self.config, self.ops
-
-        def project(h: Tensor, at: Tensor) -> Tensor:
-            q = ops.linear(h, layer.q_b).view(h.shape[0], cfg.heads, cfg.nope + cfg.rope)
-            absorbed = ops.head_linear(q[..., : cfg.nope], layer.key_up)
-            return torch.cat([absorbed, apply_rope(q[..., cfg.nope :], self.rope, at)], dim=-1)
-
-        return ops.map_rows(project, latent_q, positions)
+        memory.select(selector, selection)
 
     # --- self-check ------------------------------------------------------------------------------
 
@@ -254,14 +184,17 @@ class GlmDsa:
         are computed together, moved, and alone.
         """
         if isinstance(self.ops, ReferenceOps):
-            self.ops = ReferenceOps(choose_tiling(self._probe_tiling, self.device))
+            tiling = choose_tiling(self._probe_tiling, self.device)
+            self.ops = ReferenceOps(tiling, self.ops.dtype)
             return
-        rows, keys = PROBE_TILES * 16, PROBE_KEYS
-        if self.device.type == "cpu":
-            rows, keys = INTERPRETED_ROWS, INTERPRETED_KEYS
+        interpreted = self.device.type == "cpu"
+        rows, keys = (INTERPRETED_ROWS, INTERPRETED_KEYS) if interpreted else (GPU_ROWS, PROBE_KEYS)
         every = torch.arange(rows, device=self.device)
+        orders = [every.roll(5), every[rows - 1 :], every[2:5]]
+        if not interpreted:
+            orders += [every[1:41], every[3:103]]
         whole = self._probe(self.ops, every, rows, keys)
-        for order in (every.roll(5), every[rows - 1 :], every[2:5]):
+        for order in orders:
             part = self._probe(self.ops, order, rows, keys)
             if not all(torch.equal(y, x[order]) for x, y in zip(whole, part, strict=True)):
                 raise UserError(
@@ -275,7 +208,8 @@ class GlmDsa:
         """The probe of ``choose_tiling``."""
         rows = tiles * tiling.rows
         order = torch.arange(rows, device=self.device).roll(shift)
-        return [y.roll(-shift, 0) for y in self._probe(ReferenceOps(tiling), order, rows, keys)]
+        ops = ReferenceOps(tiling, self.ops.dtype)
+        return [y.roll(-shift, 0) for y in self._probe(ops, order, rows, keys)]
 
     @torch.no_grad()
     def _probe(self, ops: Ops, order: Tensor, rows: int, keys: int) -> list[Tensor]:
@@ -300,73 +234,17 @@ class GlmDsa:
         self.ops, kept = ops, self.ops
         found = [self._head(x)]
         for layer in (self.layers[0], self.layers[-1]):
-            h, latent_q = self._inputs(layer, x)
-            query = self._query(layer, latent_q, at)
+            latent_q, row, *index = self._inputs(layer, x, at)
+            query, *index_q = self._queries(layer, latent_q, at)
             latent = self._attend(query, view, locations, valid)
-            found += [self._rows(layer, h, at), query, latent, self._output(layer, latent)]
+            found += [latent_q, row, query, latent, self._output(layer, latent, x)]
             found.append(self._mlp(layer, x))
-            if layer.indexer is not None:
-                key, q, weights = self._index(layer.indexer, h, latent_q, at)
-                many = ops.index_scores(q, weights, pages, own, all_keys, keys, 1.0)
+            if layer.chooses:
+                key, weights = index
+                many = ops.index_scores(index_q[0], weights, pages, own, all_keys, keys, 1.0)
                 few = min(PROBE_FEW, keys)
                 seen = torch.full_like(order, few)
-                some = ops.index_scores(q, weights, pages, own, seen, few, 1.0)
+                some = ops.index_scores(index_q[0], weights, pages, own, seen, few, 1.0)
                 found += [key, many, some - many[:, :few]]
         self.ops = kept
         return found
-
-    # --- selection -------------------------------------------------------------------------------
-
-    def _select(
-        self,
-        number: int,
-        weights: IndexerWeights,
-        selector: Selector,
-        x: Tensor,
-        latent_q: Tensor,
-        memory: StepMemory,
-    ) -> None:
-        keys, q, head_weights = self._index(weights, x, latent_q, memory.positions)
-        memory.write_keys(number, keys)
-        selection = self.ops.index_top_k(
-            q,
-            head_weights,
-            memory.key_pages(selector),
-            memory.row_segment,
-            memory.visible(selector),
-            memory.most_visible(selector),
-            selector.topk,
-            self.config.index_dim**-0.5,
-        )
-        memory.select(selector, selection)
-
-    def _index(
-        self, weights: IndexerWeights, x: Tensor, latent_q: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Index keys [n, dim], queries [n, heads, dim] and head weights [n, heads]."""
-        cfg, ops = self.config, self.ops
-
-        def key(h: Tensor, at: Tensor) -> Tensor:
-            raw = ops.linear(h, weights.wk)
-            return self._turn_front(
-                ops.layer_norm(raw, weights.norm, weights.norm_bias, LATENT_EPS), at
-            )
-
-        def query(h: Tensor, at: Tensor) -> Tensor:
-            raw = ops.linear(h, weights.wq_b).view(h.shape[0], cfg.index_heads, cfg.index_dim)
-            return self._turn_front(raw, at)
-
-        def head_weight(h: Tensor) -> Tensor:
-            scaled: Tensor = ops.linear(h, weights.weights_proj) * cfg.index_heads**-0.5
-            return scaled
-
-        return (
-            ops.map_rows(key, x, positions),
-            ops.map_rows(query, latent_q, positions),
-            ops.map_rows(head_weight, x),
-        )
-
-    def _turn_front(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotary embedding of the first ``rope`` values of the last dimension."""
-        turned = apply_rope(x[..., : self.config.rope], self.rope, positions)
-        return torch.cat([turned, x[..., self.config.rope :]], dim=-1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -43,17 +45,44 @@ class DecodeModel(Protocol):
         ...
 
 
-def load_model(model: str, device: torch.device, backend: str = "auto") -> DecodeModel:
-    """An embedded model by name, or a checkpoint folder.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""By the name that a config gives them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dummy:
+    """Random weights instead of a checkpoint's, see ``kvpolicy.models.dummy``. None: all layers, and
+    their share of the vocabulary."""
+
+    layers: int | None = None
+    vocab: int | None = None
+
+
+def load_model(
+    model: str,
+    device: torch.device,
+    backend: str = "auto",
+    dtype: str = "float32",
+    dummy: Dummy | None = None,
+) -> DecodeModel:
+    """An embedded model by name, a checkpoint folder, or with ``dummy`` a preset.
 
     backend: ``reference``, ``triton``, or ``auto``: triton on a GPU where it can run, else the
-    reference. UserError if the model cannot be read, or the backend cannot run here.
+    reference. dtype: float32 or bfloat16. UserError if the model cannot be read, or the backend
+    cannot run here.
     """
+    from kvpolicy.models.dummy import DummyWeights
     from kvpolicy.models.glm_dsa import GlmDsa
+    from kvpolicy.models.glm_weights import Weights
 
-    folder = checkpoint_folder(model)
+    torch_dtype = DTYPES[dtype]
+    source: Path | Weights
+    if dummy is None:
+        source = checkpoint_folder(model)
+    else:
+        source = DummyWeights(model, device, torch_dtype, dummy.layers, dummy.vocab)
     try:
         chosen = choose_backend(backend, device.type)
     except BackendError as error:
         raise UserError(f"backend = {backend!r}: {error}") from None
-    return GlmDsa(folder, device, name=model, backend=chosen)
+    return GlmDsa(source, device, name=model, backend=chosen, dtype=torch_dtype)

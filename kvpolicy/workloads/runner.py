@@ -77,6 +77,8 @@ class Runner:
         Every wait is bounded: idle time passes in skips to the next event, or in short sleeps.
         IntegrityError if the engine stops working while requests are in the system.
         """
+        self.engine.prepare(sampled=self._sampling.temperature > 0.0)
+        self.timeline.origin = self.engine.clock.now()
         while True:
             self._advance()
             if self._over:

@@ -49,10 +49,6 @@ class Workload:
         """The highest level of a closed workload."""
         return max((phase.level or 0 for phase in self.phases), default=0) if self.closed else None
 
-    def phase_at(self, time: float) -> Phase | None:
-        """The phase that this moment lies in, None before and after."""
-        return next((p for p in self.phases if p.start <= time < p.end), None)
-
     def at_level(self, level: int, count: int) -> Workload:
         """The first ``count`` requests again (round and round if there are fewer), ``level`` at a
         time: a closed workload of one phase that ends with the last of them."""

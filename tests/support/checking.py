@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from reads import rows_of
 from torch import Tensor
 
 from kvpolicy.geometry.geometry import Selector
@@ -57,11 +58,11 @@ class CheckedMemory:
 
     def row_view(self, layer: int) -> Tensor:
         """Asked for inside a wave: the wave's rows are checked where the model will read them."""
-        self.gather(layer, self._wave)
+        self._check(layer, self._wave)
         return self._memory.row_view(layer)
 
-    def gather(self, layer: int, wave: Wave) -> Tensor:
-        rows = self._memory.gather(layer, wave)
+    def _check(self, layer: int, wave: Wave) -> None:
+        rows = rows_of(self._memory, layer, wave)
         geometry = self._memory.layout.geometry
         selector = geometry.selector_of_layer(layer)
         assert selector is not None
@@ -79,7 +80,6 @@ class CheckedMemory:
             got, truth = rows[own][wave.valid[own]], table[chosen[own][wave.valid[own]]]
             assert torch.equal(got.view(torch.uint8), truth.view(torch.uint8)), "a row is not exact"
             self._owner.rows_checked += got.shape[0]
-        return rows
 
 
 class CheckingModel:

@@ -16,10 +16,11 @@ from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from observations import frames_of
 
 from kvpolicy.control.filling import RESOLUTION, equal_path, marginal_path
 from kvpolicy.control.observation import MissCurve, Observation, RequestView, StoreView
-from kvpolicy.control.projection import frames_of, project
+from kvpolicy.control.projection import project
 from kvpolicy.controllers.base import Controller, initial_rows
 from kvpolicy.controllers.registry import make
 from kvpolicy.models.checkpoint import checkpoint_folder

@@ -10,7 +10,7 @@ from typing import Any
 from kvpolicy import Observation, Plan
 
 Act = Callable[[Observation], Any]
-FALLBACK_KINDS = ("late", "busy", "stuck", "raised", "type", "number")
+FALLBACK_KINDS = ("late", "busy", "stuck", "starting", "died", "raised", "type", "number")
 
 
 class Acting:

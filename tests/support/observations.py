@@ -5,7 +5,6 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from kvpolicy.control.observation import MissCurve, Observation, RequestView, StoreView
-from kvpolicy.control.projection import frames_of
 
 FRAME = 4096
 
@@ -22,6 +21,14 @@ def request(
     context = max(now, default=0)
     most = most or tuple(n + 100 for n in now)
     return RequestView(number, context, most, budget, decoding, age, 1, 0, 0, 0, now)
+
+
+def frames_of(store: StoreView, rows: int, max_rows: int, rows_now: int | None = None) -> int:
+    """Arena frames of one hot cache. A full one (rows at or above max_rows) has no slot metadata,
+    and room for ``rows_now`` entries so far."""
+    if rows >= max_rows:
+        return -(-(max_rows if rows_now is None else rows_now) // store.rows_per_frame)
+    return -(-rows // store.rows_per_frame) + -(-rows // store.meta_per_frame)
 
 
 def observe(

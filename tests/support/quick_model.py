@@ -8,6 +8,7 @@ two layers that share a selection; a window of pinned rows stands beside them.
 from __future__ import annotations
 
 import torch
+from reads import keys_of, rows_of
 from torch import Tensor
 
 from kvpolicy.geometry.geometry import Geometry, Pinned, RowFormat, RowStore, Selector
@@ -84,14 +85,14 @@ class QuickModel:
         visible, chosen = memory.visible(selector), []
         for i, own in enumerate(memory.segments):
             rows = slice(own.start, own.stop)
-            scores = query[rows] @ memory.keys(selector, i).T
+            scores = query[rows] @ keys_of(memory, selector, i).T
             chosen.append(top_k(scores, visible[rows], selector.topk))
         memory.select(selector, torch.cat(chosen))
 
     def _read(self, layer: int, selector: Selector, memory: StepMemory) -> Tensor:
         """The sum of all values of all rows that are attended."""
         sums = [
-            torch.where(wave.valid, memory.gather(layer, wave).sum(-1), 0.0).sum(-1)
+            torch.where(wave.valid, rows_of(memory, layer, wave).sum(-1), 0.0).sum(-1)
             for wave in memory.waves(selector)
         ]
         return torch.cat(sums).long()

@@ -26,9 +26,10 @@ class Sizes:
 
 
 def make_store(
-    seats: list[Seat], sizes: Sizes, rng: np.random.Generator, shape: Shape = Shape()
+    seats: list[Seat], sizes: Sizes, rng: np.random.Generator, shape: Shape | None = None
 ) -> tuple[Tensor, StoreMemory]:
     """The arena and a store in it, on the CPU: frames scattered at random, noise everywhere."""
+    shape = shape or Shape()
     areas = [Seat(1, sizes.staging, full=True), Seat(1, sizes.inflight, full=True)]
     arena, tables = make_tables([*seats, *areas], rng, shape)
     words = shape.layers * shape.width
@@ -61,7 +62,7 @@ def make_store(
         staging_rows=sizes.staging,
         inflight=tables.row_frames[len(seats) + 1].clone(),
         counts=torch.from_numpy(rng.integers(0, 99, (len(seats), COUNTERS))),
-        arrivals=torch.zeros(len(seats), dtype=torch.int64),
+        arrivals=torch.zeros(len(seats) + 2, dtype=torch.int64),
         layers=shape.layers,
         tokens_per_entry=sizes.tokens,
     )

@@ -7,6 +7,7 @@ What it computes means nothing; that every read goes through the hierarchy is th
 from __future__ import annotations
 
 import torch
+from reads import keys_of, rows_of
 from torch import Tensor
 
 from kvpolicy.geometry.geometry import Geometry, Selector
@@ -85,7 +86,7 @@ class ToyModel:
             self._select(layer, selector, hidden, memory)
         out: list[Tensor] = []
         for wave in memory.waves(selector):
-            rows = memory.gather(layer, wave)
+            rows = rows_of(memory, layer, wave)
             for row, valid in zip(rows, wave.valid, strict=True):
                 out.append(torch.where(valid[:, None], row, 0.0).sum(0))
         return out
@@ -96,7 +97,7 @@ class ToyModel:
         chosen = []
         visible = memory.visible(selector)
         for i, segment in enumerate(memory.segments):
-            keys = memory.keys(selector, i)
+            keys = keys_of(memory, selector, i)
             for row in range(segment.start, segment.stop):
                 query = (self.to_query[layer] * hidden[row]).sum(-1)
                 scores = (keys * query).sum(-1)[None]
