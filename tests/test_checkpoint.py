@@ -136,10 +136,10 @@ def test_a_failure_inside_a_step_ends_the_engine(
     while len(engine.requests[handle.id].tokens) < 3:
         engine.step()
 
-    def fail(*args: object) -> None:
+    def fail(*args: object, **named: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvpolicy.memory.retrieval.Retriever._fetch", fail)
+    monkeypatch.setattr("kvpolicy.memory.decode.DecodeStep._retrieve", fail)
     with pytest.raises(KeyboardInterrupt):
         while engine.step():
             pass

@@ -1,4 +1,4 @@
-"""The memory kernels compile for sm_90, on a machine that needs no GPU, and to the intended accesses."""
+"""Kernels compile for sm_90, on a machine that needs no GPU, and to the intended accesses and instructions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,20 +15,38 @@ pytest.importorskip("triton")
 SUPPORT = Path(__file__).parent / "support"
 
 
-def test_memory_kernels_compile(tmp_path: Path) -> None:
-    """Records of a multiple of 16 B move 16 B at a time; nothing is staged, cached as read-only or
-    spilled in PTX. In a process of its own: here kernels may be interpreted."""
-    settings = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+def lines_of(script: str, cache: Path) -> list[Any]:
+    """What a script of ``support/`` prints. In a process of its own: here kernels may be
+    interpreted."""
+    settings = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
     done = subprocess.run(
-        [sys.executable, str(SUPPORT / "compile_memory.py")],
+        [sys.executable, str(SUPPORT / script)],
         env=os.environ | settings,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = {line["kernel"]: line for line in map(json.loads, done.stdout.splitlines())}
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_memory_kernels_compile(tmp_path: Path) -> None:
+    """Records of a multiple of 16 B move 16 B at a time; nothing is staged, cached as read-only or
+    spilled in PTX."""
+    found = {line["kernel"]: line for line in lines_of("compile_memory.py", tmp_path)}
     assert not any(line["wrong"] for line in found.values()), found
     assert {"resolve clock", "resolve wide"} <= set(found)
     wide = {int(name.split()[1]): line["wide"] for name, line in found.items() if "copy" in name}
     assert {words for words, count in wide.items() if count >= 2} == {164, 656}
     assert {words for words, count in wide.items() if not count} == {1, 12, 123}
+
+
+def test_layer_kernels_compile(tmp_path: Path) -> None:
+    """Every tile of a bf16 product is computed by one kind of instruction, which adds 16 inner values at
+    a time, and read by the copy engine; nothing spills in PTX. A row's bits rest on it."""
+    lines = lines_of("compile_products.py", tmp_path)
+    assert not any(line["wrong"] for line in lines), lines
+    products = [line for line in lines if "tile" in line]
+    assert len(products) > 12 and len(lines) == len(products) + 2
+    for line in products:
+        assert len(line["wgmma"]) == 1 and line["wgmma"][0].startswith("m64n"), line
+        assert line["bulk"] >= 6, line

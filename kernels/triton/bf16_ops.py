@@ -17,7 +17,7 @@ from .latents import latents, turn_queries
 from .norms import rms_norm
 from .ops import TritonOps
 from .sparse_mla import sparse_mla
-from .tensor_core import product
+from .tensor_core import padded, product
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,24 +29,24 @@ class Bf16Ops(TritonOps):
 
     def pack(self, *weights: Tensor) -> Packed:
         """All joined: one launch computes them."""
-        joined = weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)
-        return Packed((joined,), tuple(weight.shape[0] for weight in weights))
+        joined = weights[0] if len(weights) == 1 else torch.cat(weights)
+        return Packed((padded(joined),), tuple(weight.shape[0] for weight in weights))
 
     def pack_heads(self, weight: Tensor) -> Tensor:
         """Inner values of an output side by side in memory."""
-        return weight.transpose(1, 2).contiguous().transpose(1, 2)
+        return padded(weight.transpose(1, 2).contiguous()).transpose(1, 2)
 
     def products(self, x: Tensor, weights: Packed, narrow: bool = False) -> tuple[Tensor, ...]:
         dtype = torch.bfloat16 if narrow else torch.float32
         joined = product(x[:, None], weights.parts[0][None], dtype)[:, 0]
-        return joined.split(weights.widths, dim=1)
+        return tuple(joined.split(weights.widths, dim=1))
 
     def linear(self, x: Tensor, weight: Packed, residual: Tensor | None = None) -> Tensor:
         added = None if residual is None else residual[:, None]
         return product(x[:, None], weight.parts[0][None], torch.float32, residual=added)[:, 0]
 
     def gated(self, x: Tensor, weights: Packed) -> Tensor:
-        both = weights.parts[0].view(2, -1, x.shape[1])
+        both = weights.parts[0].unflatten(0, (2, -1))
         return product(x[:, None], both, torch.bfloat16, gated=True)[:, 0]
 
     def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:

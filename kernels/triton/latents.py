@@ -79,14 +79,14 @@ def _latents_kernel(
         cosine = tl.load(cosines + at + pair, mask=there, other=0.0)
         sine = tl.load(sines + at + pair, mask=there, other=0.0)
         if part == 1:
-            source, out = row + n * row_row, row_out + n * (rank + 2 * half)
-            _root_mean_square(source, row_norm, out, eps, rank, RANK)
+            source, target = row + n * row_row, row_out + n * (rank + 2 * half)
+            _root_mean_square(source, row_norm, target, eps, rank, RANK)
             x = tl.load(source + rank + 2 * pair, mask=there, other=0.0)
             y = tl.load(source + rank + 2 * pair + 1, mask=there, other=0.0)
-            tl.store(out + rank + pair, x * cosine - y * sine, mask=there)
-            tl.store(out + rank + half + pair, y * cosine + x * sine, mask=there)
+            tl.store(target + rank + pair, x * cosine - y * sine, mask=there)
+            tl.store(target + rank + half + pair, y * cosine + x * sine, mask=there)
         else:
-            source, out = key + n * key_row, key_out + n * dim
+            source, target = key + n * key_row, key_out + n * dim
             i = tl.arange(0, DIM)
             value = tl.load(source + i, mask=i < dim, other=0.0)
             mean = tl.sum(value, axis=0) / dim
@@ -94,7 +94,7 @@ def _latents_kernel(
             scale = tl.rsqrt(tl.sum(value * value, axis=0) / dim + eps)
             weight = tl.load(key_norm + i, mask=i < dim, other=0.0)
             value = value * scale * weight + tl.load(key_bias + i, mask=i < dim, other=0.0)
-            tl.store(out + i, value, mask=(i >= 2 * half) & (i < dim))
+            tl.store(target + i, value, mask=(i >= 2 * half) & (i < dim))
             first, second = 2 * pair, 2 * pair + 1
             x = (tl.load(source + first, mask=there, other=0.0) - mean) * scale
             y = (tl.load(source + second, mask=there, other=0.0) - mean) * scale
@@ -102,8 +102,8 @@ def _latents_kernel(
             y = y * tl.load(key_norm + second, mask=there, other=0.0)
             x += tl.load(key_bias + first, mask=there, other=0.0)
             y += tl.load(key_bias + second, mask=there, other=0.0)
-            tl.store(out + pair, x * cosine - y * sine, mask=there)
-            tl.store(out + half + pair, y * cosine + x * sine, mask=there)
+            tl.store(target + pair, x * cosine - y * sine, mask=there)
+            tl.store(target + half + pair, y * cosine + x * sine, mask=there)
             head = tl.arange(0, HEADS)
             own = head < heads
             value = tl.load(weights + n * weights_row + head, mask=own, other=0.0)
@@ -255,7 +255,7 @@ def turn_queries(
     half = table.shape[2]
     two = len(parts) > 1
     dim = parts[1].shape[1] // index_heads if two else 2 * half
-    found = (query,)
+    found: tuple[Tensor, ...] = (query,)
     if two:
         found += (query.new_empty(n, index_heads, dim),)
     if n == 0:

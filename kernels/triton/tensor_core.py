@@ -3,9 +3,12 @@
 Weights take the side of a tile that is a multiple of 64 and rows the other one (out.T = W @ x.T), so
 that one kind of instruction (wgmma m64nNk16) serves 16 rows as well as 1,024. An output element is
 one float32 accumulator that takes the products of 16 inner values at a time, in ascending order; how
-many rows, columns or stages share the tile does not enter it. A weight whose tiles would leave
-multiprocessors idle is cut along the inner width into ranges, by its shape alone; their sums are
-added in ascending order, whether one program walks all ranges or one each.
+many rows, columns or stages share the tile does not enter it (on an H200 164 forms had one set of
+bits). So the tile may follow the row count. A weight whose tiles would leave multiprocessors idle is
+cut along the inner width into ranges, by its shape alone; their sums are added in ascending
+order, whether one program walks all ranges or one each.
+
+Tiles are read by tensor descriptors (TMA): 5 to 15 % faster than pointers from 64 rows on.
 
 Bytes to move: every weight once (2 * out * in), rows in and out once.
 """
@@ -18,9 +21,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import FUSION, blocks, power_of_two
+from .launch import ALIGNMENT, FUSION, blocks, power_of_two
 
+# Multiprocessors of an H200. A constant: the ranges of a weight, and with them the bits, must not depend
+# on the machine.
+PROCESSORS = 132
+# No range is shorter; ranges are multiples of STEP, the widest inner tile.
+LEAST_RANGE, STEP = 1024, 128
+# From this many rows on one program walks all ranges: there are enough of them.
 SPREAD_ROWS = 128
 _ARRIVED: dict[torch.device, Tensor] = {}
 
@@ -36,43 +46,74 @@ class Tile:
     stages: int
 
 
-def tile_of(n: int, gated: bool, interpreted: bool) -> Tile:
-    """The tile for n rows."""
-    if interpreted:
-        return Tile(32, 16, 64, 4, 1)
-    if n <= 16:
-        return Tile(64, 16, 128, 4, 4)
-    if n <= 32:
-        return Tile(64, 32, 128, 4, 4)
-    if n <= 64:
-        return Tile(64, 64, 64, 4, 4)
-    return Tile(64, 128, 64, 8, 4) if gated else Tile(128, 128, 64, 8, 4)
+# Measured on an H200 for GLM-5.3's products (benchmarks/kernels_linear.py). few: of weights with fewer
+# tiles than multiprocessors, so that one deep pipeline each keeps the memory busy; many: two programs
+# share a multiprocessor; heads: inner widths of 192 and 512; gated: two accumulators.
+TILES = {
+    "few": (
+        Tile(64, 16, 128, 4, 6),
+        Tile(64, 32, 128, 4, 6),
+        Tile(64, 64, 128, 4, 6),
+        Tile(64, 128, 128, 4, 4),
+        Tile(128, 128, 64, 4, 4),
+    ),
+    "many": (
+        Tile(64, 16, 128, 4, 4),
+        Tile(64, 32, 128, 4, 4),
+        Tile(128, 64, 64, 4, 4),
+        Tile(256, 128, 64, 8, 4),
+        Tile(128, 128, 64, 4, 3),
+    ),
+    "heads": (
+        Tile(64, 16, 64, 4, 3),
+        Tile(64, 32, 64, 4, 3),
+        Tile(64, 64, 64, 4, 3),
+        Tile(128, 128, 64, 8, 3),
+        Tile(128, 128, 64, 8, 3),
+    ),
+    "gated": (
+        Tile(64, 16, 128, 4, 5),
+        Tile(64, 32, 128, 4, 5),
+        Tile(64, 64, 128, 4, 4),
+        Tile(64, 128, 64, 8, 6),
+        Tile(64, 256, 64, 8, 4),
+    ),
+}
+INTERPRETED = Tile(32, 16, 128, 4, 1)
 
 
-def splits_of(n_out: int, n_in: int, heads: int) -> int:
+def tile_of(n: int, n_out: int, heads: int, gated: bool) -> Tile:
+    """The tile for n rows of a weight: the smallest that holds them, or the largest."""
+    kind = "gated" if gated else "heads" if heads > 1 else "many"
+    if kind == "many" and blocks(n_out, 64) < PROCESSORS:
+        kind = "few"
+    tiles = TILES[kind]
+    return next((tile for tile in tiles if n <= tile.rows), tiles[-1])
+
+
+def ranges_of(n_out: int, n_in: int, heads: int) -> int:
     """Ranges of the inner width, by the weight's shape alone."""
-    tiles, splits = heads * blocks(n_out, 64), 1
-    while tiles * splits < 132 and n_in >= 1024 * (splits + 1):
-        splits += 1
-    return splits
+    return max(1, min(PROCESSORS // (heads * blocks(n_out, 64)), n_in // LEAST_RANGE))
 
 
 def arrived(device: torch.device) -> Tensor:
     """Counters of the programs that share an output tile, zero between launches. Products of one
     device run one after the other."""
     if device not in _ARRIVED:
-        _ARRIVED[device] = torch.zeros(1 << 14, dtype=torch.int32, device=device)
+        _ARRIVED[device] = torch.zeros(1 << 12, dtype=torch.int32, device=device)
     return _ARRIVED[device]
 
 
 @triton.jit
 def _range_sum(
+    x,
+    weight,
+    row,
     x_at,
-    weight_at,
+    column,
     second,
     start,
     stop,
-    weight_column,
     GATED: tl.constexpr,
     EVEN: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -80,126 +121,116 @@ def _range_sum(
     INNER: tl.constexpr,
 ):
     """Sums over inner values start to stop: [COLUMNS, ROWS], of one matrix or two."""
-    inner = tl.arange(0, INNER)
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     other = tl.zeros([COLUMNS, ROWS], tl.float32)
     for at in tl.range(start, stop, INNER):
-        if EVEN:
-            a = tl.load(weight_at + at)
-            b = tl.load(x_at + at)
-        else:
-            rest = inner < stop - at
-            a = tl.load(weight_at + at, mask=rest[None, :], other=0.0)
-            b = tl.load(x_at + at, mask=rest[:, None], other=0.0)
-        total = tl.dot(a, b, total)
+        a = weight.load([column, at])
+        b = x.load([row, x_at + at])
+        if not EVEN:  # what lies beyond is another head's, or no number
+            b = tl.where((at + tl.arange(0, INNER))[None, :] < stop, b, 0.0)
+        total = tl.dot(a, b.T, total)
         if GATED:
-            if EVEN:
-                c = tl.load(weight_at + second + at)
-            else:
-                c = tl.load(weight_at + second + at, mask=rest[None, :], other=0.0)
-            other = tl.dot(c, b, other)
+            c = weight.load([column + second, at])
+            other = tl.dot(c, b.T, other)
     return total, other
 
 
-@triton.jit(do_not_specialize=["n", "splits"])
-def product_kernel(
-    x,
-    weight,
-    residual,
-    out,
-    partial,
-    arrived,
-    n,
-    x_row,
-    x_head,
-    weight_head,
-    out_row,
-    out_head,
-    n_in,
-    n_out,
-    length,
-    splits,
+@triton.jit(do_not_specialize=["n"])
+def _product_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    residual: tl.tensor,
+    out: tl.tensor,
+    out_tile: tl.tensor,
+    partial: tl.tensor,
+    arrived: tl.tensor,
+    n: tl.tensor,
+    x_head: tl.tensor,
+    out_row: tl.tensor,
+    out_head: tl.tensor,
+    n_in: tl.tensor,
+    n_out: tl.tensor,
+    length: tl.tensor,
+    RANGES: tl.constexpr,
+    SPREAD: tl.constexpr,
+    WHOLE: tl.constexpr,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
     EVEN: tl.constexpr,
-    SPREAD: tl.constexpr,
-    SERIAL: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     INNER: tl.constexpr,
-):
+) -> None:
+    # Row tiles of one column tile run side by side: its weights come from memory once.
     tiles = tl.cdiv(n, ROWS)
-    tile = tl.program_id(0)
-    row = ((tile % tiles) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    column = (tile // tiles) * COLUMNS + tl.arange(0, COLUMNS)
-    head = tl.program_id(2).to(tl.int64)
-    inner = tl.arange(0, INNER)
-    # Beyond the edge the last one again: what is computed there is not stored.
-    row_in = tl.minimum(row, n - 1)
-    column_in = tl.minimum(column, n_out - 1).to(tl.int64)
-    x_at = x + head * x_head + row_in[None, :] * x_row + inner[:, None]
-    weight_at = weight + head * weight_head + column_in[:, None] * n_in + inner[None, :]
-    second = n_out.to(tl.int64) * n_in
+    tile, head = tl.program_id(0), tl.program_id(2)
+    first_row, first_column = (tile % tiles) * ROWS, (tile // tiles) * COLUMNS
+    x_at, weight_at = head * x_head, head * n_out + first_column
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     other = tl.zeros([COLUMNS, ROWS], tl.float32)
     kept = n
     if SPREAD:
-        split = tl.program_id(1)
-        start = split * length
+        own = tl.program_id(1)
         total, other = _range_sum(
-            x_at,
-            weight_at,
-            second,
-            start,
-            tl.minimum(start + length, n_in),
-            n_in,
-            GATED,
-            EVEN,
-            COLUMNS,
-            ROWS,
-            INNER,
-        )
+            x, weight, first_row, x_at, weight_at, n_out,
+            own * length, tl.minimum(own * length + length, n_in),
+            GATED, EVEN, COLUMNS, ROWS, INNER,
+        )  # fmt: skip
+        shared = head * tl.num_programs(0) + tile
         place = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        mine = head * tl.num_programs(0) + tile
-        block = partial + mine * splits * (COLUMNS * ROWS) + place
-        tl.store(block + split * (COLUMNS * ROWS), total)
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived + mine, 1, sem="acq_rel")
-        if before == splits - 1:
+        block = partial + shared.to(tl.int64) * RANGES * (COLUMNS * ROWS) + place
+        tl.store(block + own * (COLUMNS * ROWS), total)
+        tl.debug_barrier()  # all threads' stores come before the one thread's count
+        before = tl.atomic_add(arrived + shared, 1, sem="acq_rel")
+        # The last one adds them up and stores them.
+        kept = tl.where(before == RANGES - 1, n, 0)
+        if before == RANGES - 1:
             total = tl.zeros([COLUMNS, ROWS], tl.float32)
-            for i in range(0, splits):
+            for i in range(RANGES):
                 total += tl.load(block + i * (COLUMNS * ROWS), cache_modifier=".cg")
-            tl.store(arrived + mine, 0)
-        kept = tl.where(before == splits - 1, n, 0)
-    elif not SERIAL:
+            tl.store(arrived + shared, 0)
+    elif RANGES == 1:
         total, other = _range_sum(
-            x_at, weight_at, second, 0, n_in, n_in, GATED, EVEN, COLUMNS, ROWS, INNER
-        )
+            x, weight, first_row, x_at, weight_at, n_out, 0, n_in,
+            GATED, EVEN, COLUMNS, ROWS, INNER,
+        )  # fmt: skip
     else:
-        for i in range(0, splits):
-            start = i * length
+        for i in range(RANGES):
             one, two = _range_sum(
-                x_at,
-                weight_at,
-                second,
-                start,
-                tl.minimum(start + length, n_in),
-                n_in,
-                GATED,
-                EVEN,
-                COLUMNS,
-                ROWS,
-                INNER,
-            )
+                x, weight, first_row, x_at, weight_at, n_out,
+                i * length, tl.minimum(i * length + length, n_in),
+                GATED, EVEN, COLUMNS, ROWS, INNER,
+            )  # fmt: skip
             total += one
             other += two
     if GATED:
         total = total / (1.0 + tl.exp(-total)) * other
-    inside = (row[None, :] < kept) & (column[:, None] < n_out)
-    at = row[None, :] * out_row + head * out_head + column[:, None]
+    row = (first_row + tl.arange(0, ROWS)).to(tl.int64)[None, :]
+    column = (first_column + tl.arange(0, COLUMNS))[:, None]
+    inside = (row < kept) & (column < n_out)
+    at = row * out_row + head.to(tl.int64) * out_head + column
     if ADD:
         total += tl.load(residual + at, mask=inside, other=0.0)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+    if WHOLE:
+        out_tile.store([first_row, head * out_head + first_column], total.to(out.dtype.element_ty).T)
+    else:
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether a tensor descriptor can span it: 16-byte aligned rows, values side by side."""
+    values = ALIGNMENT // x.element_size()
+    aligned = x.data_ptr() % ALIGNMENT == 0 and x.stride(-1) == 1
+    return aligned and all(stride % values == 0 for stride in x.stride()[:-1])
+
+
+def padded(x: Tensor) -> Tensor:
+    """``x`` [..., width] as a tensor descriptor can span it; copied where it is not so already."""
+    if _readable(x):
+        return x
+    values = ALIGNMENT // x.element_size()
+    room = x.new_zeros(*x.shape[:-1], blocks(x.shape[-1], values) * values)
+    return room[..., : x.shape[-1]].copy_(x)
 
 
 def product(
@@ -211,11 +242,12 @@ def product(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """A product per head. x: bf16 [n, H, in], any row and head stride; weight: bf16 [H, out, in].
+    """A product per head. x: bf16 [n, H, in], any strides; weight: bf16 [H, out, in], ``padded`` and
+    whole: its matrices one behind the other.
 
     gated: weight is [2, out, in], gate and up, and the result ``silu(x @ gate.T) * (x @ up.T)``.
-    residual: float32 of the result's shape, added. out: [n, H, out], any row and head stride, where
-    the result goes. Returns [n, H, out] of ``dtype``.
+    residual: float32 of the result's shape and strides, added. out: [n, H, out], any row and head
+    stride, where the result goes. Returns [n, H, out] of ``dtype``.
     """
     n, heads, n_in = x.shape
     n_out = weight.shape[1]
@@ -223,41 +255,49 @@ def product(
         out = torch.empty(n, heads, n_out, dtype=dtype, device=x.device)
     if out.numel() == 0:
         return out
-    if x.stride(2) != 1:
-        x = x.contiguous()
-    interpreted = x.device.type == "cpu"
-    tile = tile_of(n, gated, interpreted)
-    splits = 1 if gated else splits_of(n_out, n_in, heads)
-    length = blocks(blocks(n_in, splits), 256) * 256
+    x = padded(x)
+    tile = tile_of(n, n_out, heads, gated)
+    if x.device.type == "cpu":
+        tile = INTERPRETED
+    ranges = 1 if gated else ranges_of(n_out, n_in, heads)
+    length = blocks(blocks(n_in, ranges), STEP) * STEP
     inner = min(tile.inner, power_of_two(n_in, least=16))
     tiles = blocks(n, tile.rows) * blocks(n_out, tile.columns)
-    spread = splits > 1 and n <= SPREAD_ROWS
+    spread = ranges > 1 and n <= SPREAD_ROWS
     partial = out
     if spread:
-        size = heads * tiles * splits * tile.rows * tile.columns
+        size = heads * tiles * ranges * tile.rows * tile.columns
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
-    product_kernel[(tiles, splits if spread else 1, heads)](
-        x,
-        weight,
+    width = (heads - 1) * x.stride(1) + n_in
+    weights = TensorDescriptor(
+        weight, [weight.shape[0] * n_out, n_in], [weight.stride(1), 1], [tile.columns, inner]
+    )
+    whole = not spread and n_out % tile.columns == 0 and _readable(out)
+    out_tile = weights
+    if whole:
+        shape = [n, (heads - 1) * out.stride(1) + n_out]
+        out_tile = TensorDescriptor(out, shape, [out.stride(0), 1], [tile.rows, tile.columns])
+    _product_kernel[(tiles, ranges if spread else 1, heads)](
+        TensorDescriptor(x, [n, width], [x.stride(0), 1], [tile.rows, inner]),
+        weights,
         out if residual is None else residual,
         out,
+        out_tile,
         partial,
         arrived(x.device),
         n,
-        x.stride(0),
         x.stride(1),
-        weight.stride(0),
         out.stride(0),
         out.stride(1),
         n_in,
         n_out,
         length,
-        splits,
+        RANGES=ranges,
+        SPREAD=spread,
+        WHOLE=whole,
         GATED=gated,
         ADD=residual is not None,
         EVEN=n_in % inner == 0,
-        SPREAD=spread,
-        SERIAL=splits > 1 and not spread,
         COLUMNS=tile.columns,
         ROWS=tile.rows,
         INNER=inner,

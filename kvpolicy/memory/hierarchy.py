@@ -26,7 +26,7 @@ from kvpolicy.memory.request import GROWTH_TOKENS, RequestMemory
 from kvpolicy.memory.rule import CacheRule
 from kvpolicy.memory.segments import Segment
 from kvpolicy.memory.step import StepMemory
-from kvpolicy.memory.tables import make_tables
+from kvpolicy.memory.tables import SharedTables, make_tables
 from kvpolicy.memory.usage import MemoryUsage, all_floors, measure
 
 
@@ -77,7 +77,13 @@ class Hierarchy:
         self._seats = list(range(reserve.seats))  # a heap: the lowest free seat first
         staging = accounting.staging_frames(layout, reserve)
         self._tables = make_tables(
-            layout, self.arena, staging, reserve.staging_rows, reserve.inflight_rows, reserve.seats
+            layout,
+            self.arena,
+            staging,
+            reserve.staging_rows,
+            reserve.inflight_rows,
+            reserve.seats,
+            self.ops,
         )
         shared = self._tables
         self._stores = tuple(
@@ -96,6 +102,11 @@ class Hierarchy:
                 f"in-flight rows ({self.reserve.inflight_rows}) alone take "
                 f"{_mib(self._shared * self.layout.frame_bytes)} MiB",
             )
+
+    @property
+    def tables(self) -> SharedTables:
+        """The device tables of all seats."""
+        return self._tables
 
     # --- admission -------------------------------------------------------------------------------
 

@@ -78,8 +78,8 @@ class HostPool:
         self.extents.release(region.extent)
 
     def close(self) -> None:
-        """Unpin and free the memory; the allocator's books stay. The device must be done with it. A second
-        call does nothing."""
+        """Unpin and free the memory once the device is done with it; the allocator's books stay. A
+        second call does nothing."""
         self._memory.close()
-        self._memory.bytes = self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = self._memory.bytes
         self.words = self._buffer.view(torch.int32)

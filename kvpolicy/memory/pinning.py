@@ -81,10 +81,11 @@ class PinnedBuffer:
         return whole
 
     def close(self) -> None:
-        """Unpin, after the device has finished. A second call does nothing. The memory itself goes with
-        the last tensor that reads it."""
+        """Unpin, after the device has finished, and let go of the memory, which goes with the last tensor
+        that reads it. A second call does nothing."""
         if self._unpin is not None:
             self._unpin()
+        self.bytes = torch.empty(0, dtype=torch.uint8)
 
 
 def touch(address: int, size: int, threads: int = TOUCHING_THREADS) -> None:
