@@ -86,7 +86,7 @@ class Hierarchy:
                 shared.stores, shared.staging, shared.inflight, strict=True
             )
         )
-        self._committer = Committer(self.host, self.ops, self.counters, device)
+        self._committer = Committer(self.host, self.ops, self._stores, self.counters, device)
 
     def _check_fixed(self, device_bytes: int) -> None:
         if self._shared * self.layout.frame_bytes > device_bytes:
