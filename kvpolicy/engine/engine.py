@@ -11,7 +11,7 @@ from typing import Any
 from kvpolicy.config import EngineConfig, SamplingParams
 from kvpolicy.controllers import ControllerLike
 from kvpolicy.engine.clock import Clock
-from kvpolicy.engine.executor import Executor, Launched
+from kvpolicy.engine.executor import Executor, Launched, Logits
 from kvpolicy.engine.handle import RequestHandle, TokenStream
 from kvpolicy.engine.loop import ControlLoop, LoadView
 from kvpolicy.engine.metrics import Metrics, Progress, Sample
@@ -19,7 +19,7 @@ from kvpolicy.engine.observer import StepObserver
 from kvpolicy.engine.parts import finish, load, make_memory, pick_device
 from kvpolicy.engine.prompt import Prompt, token_ids
 from kvpolicy.engine.reload import RunTimeChanges, changes, read
-from kvpolicy.engine.request import Request, RequestOutput, State
+from kvpolicy.engine.request import Request, RequestOutput
 from kvpolicy.engine.residents import Residents
 from kvpolicy.engine.scheduler import Scheduler
 from kvpolicy.errors import UserError, reason
@@ -126,7 +126,7 @@ class Engine:
         return True
 
     def _cancel(self, request: Request) -> None:
-        if request.state is not State.FINISHED:
+        if not request.finished:
             request.finish("cancelled")
             self._retire(request)
 
@@ -242,12 +242,14 @@ class Engine:
         if launched is None:
             return
         for request, token, row in launched.tokens():
-            if request.state is State.FINISHED:  # cancelled, or ended by the token before
-                continue
-            request.take(token, row)
-            self.totals.generated_tokens += token is not None
-            if request.state is State.FINISHED:
-                self._retire(request)
+            if not request.finished:  # else cancelled, or ended by the token before
+                self._give(request, token, row)
+
+    def _give(self, request: Request, token: int | None, row: Logits) -> None:
+        request.take(token, row)
+        self.totals.generated_tokens += token is not None
+        if request.finished:
+            self._retire(request)
 
     def _retire(self, request: Request) -> None:
         self.scheduler.remove(request)
