@@ -229,6 +229,14 @@ class Options:
             "wall|steps",
         ),
     ] = None
+    cuda_graphs: Annotated[
+        bool | None,
+        _flag(
+            "--cuda-graphs/--no-cuda-graphs",
+            _ENGINE,
+            "Run steps of plain decoding as CUDA graphs, on a GPU with Triton (default yes).",
+        ),
+    ] = None
     validate: Annotated[
         bool | None,
         _flag(
