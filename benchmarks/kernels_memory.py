@@ -269,11 +269,10 @@ def tell(results: list[dict[str, object]], what: str, case: Case, us: float, sha
     beside = f"sglang {case.sglang}" if case.sglang else ""
     cut = (shape.parts, shape.block, shape.warps, shape.tile)
     fetch = (shape.programs, shape.rows, shape.fetch_warps) if "re" in what else ""
-    flags = ("" if shape.near else " far") + ("" if shape.early else " late")
     miss = f"{case.per_mille / 10:4.1f}%" + (f" runs {case.runs}" if case.runs > 1 else "")
     print(
         f"{what:9} bs {case.batch:3} {case.layers} x {case.row:4} B {case.rows} miss {miss} "
-        f"{us:8.2f} us {rate} {beside} {cut} {fetch}{flags}",
+        f"{us:8.2f} us {rate} {beside} {cut} {fetch}",
         flush=True,
     )
 
@@ -314,7 +313,6 @@ def run(case: Case, host: Tensor, device: torch.device, results: list[dict[str, 
             key=itemgetter(0),
         )
     cut = best[1]
-    attempt(results, "resolve", bench, bench.resolve, replace(cut, near=False))
     BEST[case.batch] = [(cut.parts, cut.block, cut.warps, cut.tile)]
     fetches = FETCH[case.batch] if wide else SINGLE[case.batch]
     if not case.per_mille:
@@ -327,7 +325,6 @@ def run(case: Case, host: Tensor, device: torch.device, results: list[dict[str, 
         attempt(results, "retrieve", bench, bench.retrieve, shape)
         attempt(results, "fused", bench, bench.retrieve, replace(shape, fused=True))
     shape = replace(cut, programs=fetches[0][0], rows=fetches[0][1], fetch_warps=fetches[0][2])
-    attempt(results, "retrieve", bench, bench.retrieve, replace(shape, early=False))
     if case.per_mille:
         bench.check(shape)
         bench.check(replace(shape, fused=True))
