@@ -50,8 +50,8 @@ class Engine:
         self.config = EngineConfig() if config is None else config
         if not isinstance(self.config, EngineConfig):
             raise UserError(f"config = {config!r}: must be an EngineConfig")
-        self.device = _device(self.config.device)
-        self.model = model or _load(self.config, self.device)
+        self.device = device_of(self.config.device)
+        self.model = model or load_for(self.config, self.device)
         self._layout = Layout(self.model.geometry, self.config.kv_dtype)
         self.control = ControlLoop(
             self.config.controller,
@@ -271,6 +271,7 @@ class Engine:
             self.totals.generated_tokens += token is not None
             if request.state is State.FINISHED:
                 self._retire(request)
+        self.totals.waited_seconds += launched.waited
 
     def _retire(self, request: Request) -> None:
         self.scheduler.remove(request)
@@ -413,7 +414,7 @@ class Engine:
         self.close()
 
 
-def _load(config: EngineConfig, device: torch.device) -> DecodeModel:
+def load_for(config: EngineConfig, device: torch.device) -> DecodeModel:
     """The model that a config names."""
     dummy = Dummy(config.layers, config.vocab) if config.dummy_weights else None
     if dummy is None and not (config.layers is None and config.vocab is None):
@@ -432,7 +433,8 @@ def _finish(device: torch.device) -> None:
         log.warning("closing: %s", reason(error))
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device that ``auto``, ``cpu`` or ``cuda`` means here. UserError where there is no such one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():

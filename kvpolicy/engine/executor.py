@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -49,9 +50,11 @@ class _Emitted:
 
 
 class Launched:
-    """A step that has been launched; its tokens can be read once it is done."""
+    """A step that has been launched; its tokens can be read once it is done. waited: seconds that the
+    host waited for the device then."""
 
     def __init__(self) -> None:
+        self.waited = 0.0
         self._emitted: list[_Emitted] = []
         self._done: torch.cuda.Event | None = None
 
@@ -65,7 +68,9 @@ class Launched:
     def tokens(self) -> Iterator[Token]:
         """Wait for the step; what it decided."""
         if self._done is not None:
+            start = time.perf_counter()
             self._done.synchronize()
+            self.waited += time.perf_counter() - start
         for emitted in self._emitted:
             yield from emitted.read()
 
