@@ -146,8 +146,8 @@ def find_victims(
         )  # fmt: skip
     else:
         victims = take_victims(
-            maps, meta, map_frames, meta_frames, room, hand_at, hand, draws + 1, capacity, step,
-            count, spare, KEY, PER_MAP, MAP_FRAME, PER_META, META_FRAME, BLOCK,
+            maps, meta, map_frames, meta_frames, room, hand_at, hand, draws + 1, used, capacity,
+            step, count, spare, KEY, PER_MAP, MAP_FRAME, PER_META, META_FRAME, BLOCK,
         )  # fmt: skip
     return victims
 
