@@ -20,7 +20,13 @@ POINTERS = {"residual": "*fp32", "out": "*bf16", "partial": "*fp32", "arrived": 
 def ptx(tile: Tile, **form: object) -> str:
     """PTX of one form; sizes and strides are multiples of 16, as a model's are."""
     names = _product_kernel.arg_names
-    constants = {"COLUMNS": tile.columns, "ROWS": tile.rows, "INNER": tile.inner, "EVEN": True, **form}
+    constants = {
+        "COLUMNS": tile.columns,
+        "ROWS": tile.rows,
+        "INNER": tile.inner,
+        "EVEN": True,
+        **form,
+    }
     types = dict.fromkeys(names, "i32") | POINTERS | dict.fromkeys(constants, "constexpr")
     types["x"] = f"tensordesc<bf16[{tile.rows}, {tile.inner}]>"
     types["out_tile"] = f"tensordesc<bf16[{tile.rows}, {tile.columns}]>"
