@@ -6,15 +6,18 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from kvpolicy.config import EngineConfig, SamplingParams
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 __all__ = ["ENGINE_DEFAULTS", "SAMPLING_DEFAULTS", "SETTINGS", "Options", "takes"]
 
-_Options = TypeVar("_Options", bound="Options")
+_Options = TypeVar("_Options", bound="DataclassInstance")
 
 
 def _defaults(kind: type[EngineConfig] | type[SamplingParams]) -> dict[str, Any]:

@@ -246,6 +246,7 @@ class Engine:
         for request, token, row in launched.tokens():
             if not request.finished:  # else cancelled, or ended by the token before
                 self._give(request, token, row)
+        self.totals.waited_seconds += launched.waited
 
     def _give(self, request: Request, token: int | None, row: Logits) -> None:
         request.take(token, row)
