@@ -16,7 +16,8 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from kvpolicy.kernels.eviction import CLOCK_SPARE_STEPS, RULES
 from kvpolicy.kernels.resolve import CacheTables
 from kvpolicy.kernels.retrieve import DecodeRows, StoreMemory
 from kvpolicy.kernels.triton.publish import publish
-from kvpolicy.kernels.triton.retrieve import Shape, fetch_lists, resolve_rows, retrieve
+from kvpolicy.kernels.triton.retrieve import Shape, resolve_rows, retrieve
 from kvpolicy.memory.pinning import PinnedBuffer
 
 CONTEXT, TOPK, STEP = 100_352, 2048, 1000
@@ -80,14 +81,18 @@ def make_store(case: Case, host: Tensor, shift: int, device: torch.device) -> St
     """One layer state: caches full of random entries with random ages."""
     batch, words = case.batch, case.words
     per_row, per_map, per_meta = FRAME // (words * 4), FRAME // 4, FRAME // 8
-    frames = [-(-n // per) for n, per in ((case.rows, per_row), (CONTEXT, per_map), (case.rows, per_meta))]
+    frames = [
+        -(-n // per) for n, per in ((case.rows, per_row), (CONTEXT, per_map), (case.rows, per_meta))
+    ]
     staging, flying = -(-batch * TOPK // per_row), -(-batch // per_row)
     total = batch * frames[0] + staging + flying
     arena = torch.empty((total, FRAME // 4), dtype=torch.int32, device=device)
     records = arena[:, : per_row * words].view(total, per_row, case.layers, case.row // 4)
     maps = torch.empty((batch * frames[1], per_map), dtype=torch.int32, device=device)
     meta = torch.empty((batch * frames[2], per_meta, 2), dtype=torch.int32, device=device)
-    runs = torch.rand((batch, CONTEXT // case.runs), device=device).argsort(1)[:, : case.rows // case.runs]
+    runs = torch.rand((batch, CONTEXT // case.runs), device=device).argsort(1)[
+        :, : case.rows // case.runs
+    ]
     inside = torch.arange(case.runs, device=device)
     held = (runs[..., None] * case.runs + inside).flatten(1).int()
     maps.fill_(-1)
@@ -183,10 +188,19 @@ class Bench:
         return self.time(lambda s, c: resolve_rows(s, self.rows, c, RULE, True, False, shape))
 
     def resident(self, shape: Shape) -> float:
-        """Every cache as if it were full: locations are not used."""
-        return self.time(lambda s, c: resolve_rows(s, self.rows, c, RULE, True, True, shape))
+        """Every cache as if it were full: frames come again and again, locations are not used."""
+        frames = self.stores[0].cache.row_frames
+        turn = torch.arange(CONTEXT, device=frames.device) % frames.shape[1]
+        wide = [
+            replace(s, cache=replace(s.cache, row_frames=s.cache.row_frames[:, turn]))
+            for s in self.stores
+        ]
+        stores = dict(zip(map(id, self.stores), wide, strict=True))
+        return self.time(
+            lambda s, c: resolve_rows(stores[id(s)], self.rows, c, RULE, True, True, shape)
+        )
 
-    def publish(self) -> float:
+    def publish(self, _shape: Shape) -> float:
         accepted = torch.ones_like(self.rows.seat)
         back = replace(self.rows, committed=self.rows.committed - 1)
         return self.time(lambda s, c: publish(s, back, accepted, RULE))
@@ -209,17 +223,24 @@ class Bench:
             assert int(store.counts[:, 2].sum()) % (self.case.misses * self.case.batch) == 0
 
 
+# The fastest cut of resolve so far, by batch.
+BEST: dict[int, list[tuple[int, int, int, int]]] = {}
+# Cuts to try: of resolve (parts, block, warps, tile), of fetch (programs, records at a time, warps).
 RESOLVE = {
-    1: [(8, 256, 4), (4, 512, 4), (16, 128, 4), (8, 256, 2), (2, 1024, 8), (8, 256, 8)],
-    16: [(4, 512, 4), (8, 256, 4), (8, 256, 2), (2, 1024, 8), (1, 2048, 16), (4, 512, 8)],
-    128: [(1, 1024, 8), (1, 2048, 16), (1, 2048, 8), (1, 1024, 16), (2, 1024, 8), (4, 512, 4), (1, 512, 8)],
+    1: [(16, 128, 4, 512), (8, 256, 8, 1024), (16, 128, 8, 1024), (16, 128, 4, 1024)],
+    16: [(8, 256, 8, 512), (8, 256, 8, 1024), (16, 128, 4, 512), (4, 512, 16, 1024)],
+    128: [(1, 2048, 16, 1024), (1, 2048, 8, 1024), (2, 1024, 8, 1024), (1, 2048, 16, 2048), (2, 1024, 16, 1024)],
 }  # fmt: skip
 FETCH = {
-    1: [(132, 4, 4), (132, 2, 4), (264, 1, 4), (64, 4, 4)],
-    16: [(32, 4, 4), (32, 2, 4), (64, 2, 4), (132, 4, 4), (24, 4, 4)],
-    128: [(32, 4, 4), (32, 2, 4), (24, 4, 4), (16, 4, 4), (48, 4, 4)],
+    1: [(132, 4, 4), (288, 1, 4), (144, 2, 4), (72, 4, 8)],
+    16: [(132, 4, 4), (64, 4, 4), (32, 4, 8), (16, 4, 16)],
+    128: [(48, 4, 4), (24, 4, 8), (16, 4, 16), (20, 4, 16)],
 }
-SINGLE = [(32, 16, 4), (32, 8, 4), (16, 16, 4), (32, 16, 8), (64, 8, 4)]
+SINGLE = {
+    1: [(132, 4, 4), (32, 8, 4), (288, 1, 4)],
+    16: [(132, 4, 4), (32, 8, 4), (32, 16, 8)],
+    128: [(32, 16, 4), (16, 16, 16), (32, 16, 8)],
+}
 
 
 def pattern(words: int) -> Tensor:
@@ -229,7 +250,9 @@ def pattern(words: int) -> Tensor:
     host = buffer.bytes.view(torch.int32)
     pinned = time.perf_counter() - start
     noise = torch.randint(-(2**31), 2**31, (1 << 28,), dtype=torch.int32, device="cuda")
-    for at in range(0, words, noise.numel()):  # a GiB at a time: a copy must not cross what is registered
+    for at in range(
+        0, words, noise.numel()
+    ):  # a GiB at a time: a copy must not cross what is registered
         part = host[at : at + noise.numel()]
         part.copy_(noise[: part.numel()] + at)
     print(f"host: {words * 4 / 2**30:.1f} GiB pinned in {pinned:.2f} s", flush=True)
@@ -237,53 +260,77 @@ def pattern(words: int) -> Tensor:
     return host
 
 
-def tell(results: list[dict[str, object]], what: str, case: Case, us: float, **more: object) -> None:
-    line = {"what": what, **asdict(case), "us": round(us, 2), "sglang_us": case.sglang, **more}
-    results.append(line)
-    extra = " ".join(f"{k}={v}" for k, v in more.items())
+def tell(results: list[dict[str, object]], what: str, case: Case, us: float, shape: Shape) -> None:
+    """Keep a result and print its line."""
+    line = {"what": what, **asdict(case), "us": round(us, 2), "sglang_us": case.sglang}
+    results.append(line | {"shape": asdict(shape)})
     moved = case.batch * case.misses * case.words * 4
-    rate = f"{moved / us / 1e3:5.1f} GB/s" if what in ("retrieve", "fetch", "fused") and moved else ""
+    rate = f"{moved / us / 1e3:5.1f} GB/s" if what in ("retrieve", "fused") and moved else ""
     beside = f"sglang {case.sglang}" if case.sglang else ""
+    cut = (shape.parts, shape.block, shape.warps, shape.tile)
+    fetch = (shape.programs, shape.rows, shape.fetch_warps) if "re" in what else ""
+    flags = ("" if shape.near else " far") + ("" if shape.early else " late")
+    miss = f"{case.per_mille / 10:4.1f}%" + (f" runs {case.runs}" if case.runs > 1 else "")
     print(
-        f"{what:9} bs {case.batch:3} {case.layers} x {case.row:4} B {case.rows} miss {case.per_mille / 10:4.1f}% "
-        f"{us:8.2f} us {rate} {beside} {extra}",
+        f"{what:9} bs {case.batch:3} {case.layers} x {case.row:4} B {case.rows} miss {miss} "
+        f"{us:8.2f} us {rate} {beside} {cut} {fetch}{flags}",
         flush=True,
-    )  # fmt: skip
+    )
 
 
-def attempt(results: list[dict[str, object]], what: str, bench: Bench, call: Callable[[], float], **more: object) -> float:
+def attempt(
+    results: list[dict[str, object]],
+    what: str,
+    bench: Bench,
+    call: Callable[[Shape], float],
+    shape: Shape,
+) -> float:
     """One measurement; a variant that fails says so and does not end the run."""
+    changed = {f.name: getattr(shape, f.name) for f in fields(shape)}
     try:
-        us = call()
+        us = call(shape)
     except Exception as error:  # whatever a variant meets, the others are still of use
-        print(f"{what} {more}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        print(f"{what} {changed}: {type(error).__name__}: {str(error)[:200]}", flush=True)
         return float("inf")
-    tell(results, what, bench.case, us, **more)
+    tell(results, what, bench.case, us, shape)
     return us
 
 
-def run(case: Case, host: Tensor, device: torch.device, results: list[dict[str, object]], fetches: list[tuple[int, int, int]]) -> None:
-    """All variants of one case: resolve, then with the best of them retrieve by fetch shape and fused."""
+def run(case: Case, host: Tensor, device: torch.device, results: list[dict[str, object]]) -> None:
+    """All variants of one case: resolve, then with the best of them retrieve by fetch shape, also fused."""
     bench = Bench(case, host, device)
-    best, cut = float("inf"), RESOLVE[case.batch][0]
-    for parts, block, warps in RESOLVE[case.batch] if case.layers == 4 else RESOLVE[case.batch][:1]:
-        shape = Shape(parts, block, warps, 32, 4)
-        us = attempt(results, "resolve", bench, lambda: bench.resolve(shape), cut=(parts, block, warps))
-        if us < best:
-            best, cut = us, (parts, block, warps)
+    wide = case.layers > 1
+    cuts = (
+        RESOLVE[case.batch]
+        if wide and case.runs == 1 and case.rows == 4096
+        else BEST[case.batch][:1]
+    )
+    best = (float("inf"), Shape(*cuts[0][:3], 32, 0, tile=cuts[0][3]))
+    for parts, block, warps, tile in cuts:
+        shape = Shape(parts, block, warps, 32, 0, tile=tile)
+        best = min(
+            best,
+            (attempt(results, "resolve", bench, bench.resolve, shape), shape),
+            key=itemgetter(0),
+        )
+    cut = best[1]
+    attempt(results, "resolve", bench, bench.resolve, replace(cut, near=False))
+    BEST[case.batch] = [(cut.parts, cut.block, cut.warps, cut.tile)]
+    fetches = FETCH[case.batch] if wide else SINGLE[case.batch]
     if not case.per_mille:
-        attempt(results, "resident", bench, lambda: bench.resident(Shape(*cut, 32, 4)), cut=cut)
-        attempt(results, "publish", bench, bench.publish)
-        attempt(results, "fused", bench, lambda: bench.retrieve(Shape(*cut, fetches[0][0], fetches[0][1], fused=True)), cut=cut)
-        attempt(results, "retrieve", bench, lambda: bench.retrieve(Shape(*cut, *fetches[0])), cut=cut, fetch=fetches[0])
-        return
-    for fetch in fetches:
-        shape = Shape(*cut, *fetch)
-        attempt(results, "retrieve", bench, lambda: bench.retrieve(shape), cut=cut, fetch=fetch)
-        fused = Shape(*cut, fetch[0], fetch[1], fused=True)
-        attempt(results, "fused", bench, lambda: bench.retrieve(fused), cut=cut, fetch=fetch)
-    bench.check(Shape(*cut, *fetches[0]))
-    bench.check(Shape(*cut, *fetches[0][:2], fused=True))
+        fetches = fetches[:1]
+        if case.rows == 4096 and case.runs == 1:
+            attempt(results, "resident", bench, bench.resident, cut)
+            attempt(results, "publish", bench, bench.publish, cut)
+    for programs, rows, warps in fetches:
+        shape = replace(cut, programs=programs, rows=rows, fetch_warps=warps)
+        attempt(results, "retrieve", bench, bench.retrieve, shape)
+        attempt(results, "fused", bench, bench.retrieve, replace(shape, fused=True))
+    shape = replace(cut, programs=fetches[0][0], rows=fetches[0][1], fetch_warps=fetches[0][2])
+    attempt(results, "retrieve", bench, bench.retrieve, replace(shape, early=False))
+    if case.per_mille:
+        bench.check(shape)
+        bench.check(replace(shape, fused=True))
 
 
 def main() -> None:
@@ -308,13 +355,13 @@ def main() -> None:
     print(f"pinned copy {block.numel() * 4 / begin.elapsed_time(end) / 1e6:.1f} GB/s", flush=True)
     del block
     start = time.perf_counter()
-    cases = [Case(b, per_mille=0) for b in batches] + [Case(b) for b in batches]
-    cases += [Case(b, layers=1, row=1152) for b in batches]
-    cases += [Case(b, per_mille=0, runs=8) for b in batches]
+    cases = [Case(b) for b in batches] + [Case(b, per_mille=0) for b in batches]
     cases += [Case(b, per_mille=0, rows=8192) for b in batches]
+    cases += [Case(b, per_mille=0, runs=8) for b in batches]
+    cases += [Case(b, layers=1, row=1152) for b in batches]
     cases += [Case(b, layers=1) for b in batches]
     for case in cases:
-        run(case, host, device, results, SINGLE[:3] if case.layers == 1 else FETCH[case.batch])
+        run(case, host, device, results)
         torch.cuda.empty_cache()
         print(f"--- {time.perf_counter() - start:.0f} s", flush=True)
         if options.output:

@@ -198,7 +198,8 @@ def resolve_batch(
 
     seats: int64 [p], distinct. wanted: int64 [p, U], rows ascending and unique, PAD at their ends.
     admit: bool [p], may the missing entries of a piece stay (else it is looked up and nothing of its
-    cache changes). step: in [0, 2**30), a number or on the device [1]. evict: old rows may give way, else only free slots are used.
+    cache changes). step: in [0, 2**30), a number or on the device [1]. evict: old rows may give way,
+    else only free slots are used.
     """
     location = torch.full_like(wanted, ABSENT)
     missed = torch.zeros_like(wanted, dtype=torch.bool)

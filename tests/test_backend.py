@@ -85,7 +85,9 @@ def decode(
     )
     with Engine(config, model=model) as engine:  # type: ignore[arg-type]
         outputs = engine.generate(prompts, params)
-        assert engine.record()["backend"] == engine.model.backend
+        record = engine.record()
+        assert record["backend"] == engine.model.backend
+        assert (record["link"] is None) == (engine.device.type == "cpu")
         return outputs
 
 

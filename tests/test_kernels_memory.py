@@ -74,6 +74,7 @@ def test_random_histories(
 ) -> None:
     """Steps of up to two selections over unequal caches: full, without slots, one slot, many tiles."""
     monkeypatch.setattr(kernels, "BLOCK", block)
+    monkeypatch.setattr(kernels, "TILE", block)
     rng = np.random.default_rng(block)
     arena, tables = make_tables(MIXED, rng)
     _, other = copy_tables(arena, tables, device)

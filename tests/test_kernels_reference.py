@@ -384,20 +384,22 @@ def test_lru_and_fifo_take_the_oldest(name: str, slots: list[tuple[int, bool]], 
 def test_clock_sweeps_from_the_hand(
     slots: list[tuple[int, bool]], count: int, hand: int, step: int, age: int
 ) -> None:
-    """Lap 1 takes slots unused for ``age`` steps, lap 2 any, in the order of the sweep; the hand stops
-    after the last. A second lap lowers the age, victims within a third of the slots raise it."""
+    """Lap 1 takes slots unused for ``age`` steps, lap 2 for half of it, lap 3 any, in the order of the sweep;
+    the hand stops after the last. A second lap lowers the age, victims within a third of the slots raise it.
+    """
     stamp, candidate = slots_of(slots)
     hand %= len(slots)
     lap = [(hand + i) % len(slots) for i in range(len(slots))]
     lap = [slot for slot in lap if slots[slot][1]]
     old = [slot for slot in lap if step - slots[slot][0] // 2 >= age]
-    wanted = (old + [slot for slot in lap if slot not in old])[:count]
+    half = [s for s in lap if s not in old and (step - slots[s][0] // 2) * 2 >= age]
+    wanted = (old + half + [slot for slot in lap if slot not in old + half])[:count]
     state = SweepState(hand=hand, age=age)
     victims = RULES["clock"].victims(stamp, candidate, count, step, state)
     assert victims.tolist() == wanted
     assert state.hand == ((wanted[-1] + 1) % len(slots) if wanted else hand)
     early = len(old) >= count and ((wanted[-1] - hand) % len(slots) + 1) * 3 < len(slots)
-    assert state.age == (max(1, age - 1) if len(old) < count else age + early)
+    assert state.age == (max(1, age - 2) if len(old) < count else age + early)
     still = SweepState(hand=hand, age=age)
     assert (
         RULES["clock"].victims(stamp, candidate, count, step, still, tune=False).tolist() == wanted

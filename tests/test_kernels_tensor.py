@@ -199,7 +199,7 @@ def test_programs_share_all_tiles(device: torch.device) -> None:
     visible[[4, 129]] = above
     segment = torch.zeros_like(visible)
     rows = (q, weights, pages, segment, visible, 40)
-    ours = index_scores(*rows, 1.0, above, shape=(16, 4, 1, 3))
+    ours = index_scores(*rows, 1.0, above, shape=(16, 4, 1, 3, True))
     plain = ReferenceOps(Tiling()).index_scores(*rows, 1.0)
     seen = torch.arange(40, device=device) < torch.where(visible > above, visible, 0)[:, None]
     assert off(ours[seen], plain[seen]) < (1e-5 if device.type == "cpu" else 3e-4)

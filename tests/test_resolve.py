@@ -40,7 +40,8 @@ class Model:
     def key(self, name: str, slot: int, step: int) -> tuple[int, ...]:
         """The order of victims, told another way than by the rules' own integers."""
         if name == "clock":
-            lap = 0 if step - self.stamp[slot] // 2 >= self.age else 1
+            unused = step - self.stamp[slot] // 2
+            lap = 0 if unused >= self.age else 1 if unused >= self.age / 2 else 2
             return lap, (slot - self.hand) % self.capacity
         if name == "random":
             mixed = ((slot + 1) * 2654435761) ^ (step * 40503 + self.draws * 2246822519)
@@ -82,7 +83,7 @@ class Model:
         """A second lap lowers the age, victims within a third of the cache raise it."""
         laps = [self.key("clock", slot, step) for slot in order]
         if len(order) < count or any(lap for lap, _ in laps):
-            self.age = max(1, self.age - 1)
+            self.age = max(1, self.age - 2)
         elif max(ahead for _, ahead in laps) + 1 < self.capacity / 3:
             self.age += 1
 
@@ -186,7 +187,7 @@ def test_a_registered_rule_chooses(registered: EvictionRule) -> None:
 
 
 def test_a_sweep_needs_stamps_and_laziness_a_step() -> None:
-    with pytest.raises(ValueError, match="'still': a sweep .* needs touch = True"):
+    with pytest.raises(ValueError, match=r"'still': a sweep .* needs touch = True"):
         EvictionRule("still", touch=False, key=None)
     with pytest.raises(ValueError, match="'never': lazy = 0: must be 1 or more"):
         EvictionRule("never", touch=True, key=None, lazy=0)

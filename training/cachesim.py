@@ -17,7 +17,7 @@ Trace = NDArray[np.integer]
 
 NEVER = 1 << 30
 # As in kvpolicy's CLOCK (kernels/eviction.py); check.py compares the two.
-CLOCK_SPARE_STEPS, CLOCK_MOST_STEPS, CLOCK_EARLY = 5, 1023, 3
+CLOCK_SPARE_STEPS, CLOCK_MOST_STEPS, CLOCK_EARLY, CLOCK_LESS = 5, 1023, 3, 2
 
 
 def next_uses(trace: Trace, first: int) -> tuple[Rows, Rows]:
@@ -123,16 +123,18 @@ class Sweep:
     ) -> Rows:
         """Slots [<= count] in the order of a sweep; used: last-use steps.
 
-        Lap 1 spares slots used within ``age`` steps, lap 2 takes any candidate. tune: a second lap
-        lowers the age, an early end raises it.
+        Lap 1 spares slots used within ``age`` steps, lap 2 within half of it, lap 3 takes any candidate.
+        tune: a second lap lowers the age, an early end raises it.
         """
         size = len(used)
         ahead = (np.arange(size) - self.hand) % size
-        passed = ahead + np.where(step - used < self.age, size, 0)
+        unused = step - used
+        laps = (unused < self.age).astype(int) + (unused < (self.age + 1) // 2)
+        passed = ahead + laps * size
         slots = np.flatnonzero(candidate)
         taken = slots[np.argsort(passed[slots])][:count]
         if tune and (len(taken) < count or passed[taken[-1]] >= size):
-            self.age = max(1, self.age - 1)
+            self.age = max(1, self.age - CLOCK_LESS)
         elif tune and (passed[taken[-1]] + 1) * CLOCK_EARLY < size:
             self.age = min(CLOCK_MOST_STEPS, self.age + 1)
         if len(taken):

@@ -168,7 +168,7 @@ def _take_victims(
 
 @triton.jit
 def take_victims(
-    maps, meta, map_frames, meta_frames, room, hand, draws, capacity, step, count, spare,
+    maps, meta, map_frames, meta_frames, room, hand_at, hand, draws, capacity, step, count, spare,
     KEY: tl.constexpr, PER_MAP: tl.constexpr, MAP_FRAME: tl.constexpr,
     PER: tl.constexpr, FRAME: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -177,13 +177,12 @@ def take_victims(
     spare: a stamp whose slots must stay, -1 for none. Wanted slots that do not bear it are marked WANTED,
     by stores that a barrier has made visible. draws: counting this call.
     """
-    sweep = tl.load(hand).to(tl.int64)
+    sweep = hand.to(tl.int64)
     step = step.to(tl.int64)
     draw = draws.to(tl.int64)
     found, low, high = _key_range(
         meta, meta_frames, capacity, step, sweep, draw, spare, KEY, PER, FRAME, BLOCK
     )
-    tl.debug_barrier()  # a scalar load is done by every thread: all have read the hand now
     if found > 0:
         # Where all of them go the threshold is the largest key, and there is nothing to search.
         low = tl.where(found <= count, high, low)
@@ -195,5 +194,5 @@ def take_victims(
             maps, meta, map_frames, meta_frames, room, capacity, step, sweep, draw, spare,
             threshold, count - below, KEY, PER_MAP, MAP_FRAME, PER, FRAME, BLOCK,
         )  # fmt: skip
-        tl.store(hand, tl.where(last + 1 == capacity, 0, last + 1))
+        tl.store(hand_at, tl.where(last + 1 == capacity, 0, last + 1))
     return tl.minimum(found, count)

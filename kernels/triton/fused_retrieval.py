@@ -20,8 +20,17 @@ from ..eviction import EvictionRule
 from ..retrieve import DecodeRows, StoreMemory
 from .eviction import device_key
 from .lists import Lists
-from .resolve import check_tables, fill_absent, serve_piece, table_arguments, table_constants
-from .resolve import table_strides
+from .resolve import (
+    PART_COUNTS,
+    check_tables,
+    fill_absent,
+    first_tile,
+    scratch_of,
+    serve_piece,
+    table_arguments,
+    table_constants,
+    table_strides,
+)
 from .retrieve import Shape, copy_segments, fetch_constants
 
 
@@ -48,16 +57,17 @@ def _fused(
     TOUCH: tl.constexpr, KEY: tl.constexpr, LAZY: tl.constexpr, FIRST: tl.constexpr,
     PARTS: tl.constexpr, TOKENS: tl.constexpr, LAYERS: tl.constexpr, WORDS: tl.constexpr,
     PER_ROW: tl.constexpr, PER_MAP: tl.constexpr, MAP_FRAME: tl.constexpr,
-    PER_META: tl.constexpr, META_FRAME: tl.constexpr, BLOCK: tl.constexpr,
-    COPIERS: tl.constexpr, WAIT: tl.constexpr, PIECES: tl.constexpr, PER: tl.constexpr,
-    FRAME: tl.constexpr, RECORD: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, SLICES: tl.constexpr,
+    PER_META: tl.constexpr, META_FRAME: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    NEAR: tl.constexpr, EXTRA: tl.constexpr, COPIERS: tl.constexpr, WAIT: tl.constexpr,
+    PIECES: tl.constexpr, PER: tl.constexpr, FRAME: tl.constexpr, RECORD: tl.constexpr,
+    ALIGNED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """Arguments as in ``_resolve`` and ``_fetch``. meeting: int64 [2], zeros before and after."""
     program = tl.program_id(0)
     if program < pieces * PARTS:
         piece = (program // PARTS).to(tl.int64)
         part = program % PARTS
+        entry = first_tile(wanted + piece * width, part, width, PARTS, BLOCK)
         seat = tl.load(seats + piece).to(tl.int64)
         if seat < 0:
             fill_absent(location + piece * width, part, width, PARTS, BLOCK)
@@ -67,12 +77,12 @@ def _fused(
         else:
             last = serve_piece(
                 maps, meta, row_frames, map_frames, meta_frames, capacity, full, used, hand, draws,
-                age, seat, wanted + piece * width, admit, step_at, location + piece * width,
-                location, scratch + piece * 2 * width, committed, inflight, staging, row_base,
+                age, seat, wanted + piece * width, entry, admit, step_at, location + piece * width,
+                location, scratch + piece * (3 * width + EXTRA), committed, inflight, staging, row_base,
                 source + piece * width, target + piece * width, misses, counts, arrivals,
                 piece, part, width, row_seat, map_seat, meta_seat, segment,
                 TOUCH, True, KEY, LAZY, True, FIRST, False, PARTS, TOKENS, LAYERS, WORDS, PER_ROW,
-                PER_MAP, MAP_FRAME, PER_META, META_FRAME, BLOCK,
+                PER_MAP, MAP_FRAME, PER_META, META_FRAME, BLOCK, TILE, NEAR,
             )  # fmt: skip
         if last:
             tl.debug_barrier()  # all threads' lists come before the piece is called served
@@ -108,7 +118,7 @@ def retrieve_fused(
     device = chosen.device
     location = torch.empty(chosen.shape, dtype=torch.int32, device=device)
     lists = Lists.empty(pieces, width, device)
-    scratch = torch.empty((pieces, 2, width), dtype=torch.int32, device=device)
+    scratch = scratch_of(pieces, width, device)
     constants = fetch_constants(store, pieces, shape.rows)
     kernel: Any = _fused
     kernel[(max(pieces * shape.parts, shape.programs),)](
@@ -144,6 +154,9 @@ def retrieve_fused(
         LAYERS=store.layers,
         **table_constants(cache),
         BLOCK=shape.block,
+        TILE=shape.tile,
+        NEAR=shape.near and device.type == "cuda",
+        EXTRA=PART_COUNTS,
         COPIERS=shape.programs,
         WAIT=device.type == "cuda",
         **constants,

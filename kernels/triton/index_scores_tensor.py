@@ -27,7 +27,7 @@ from ..indexer import KeyPages
 from .fp8 import quantize
 from .launch import FUSION, aligned, power_of_two, processors
 
-ENTRIES, WARPS, STAGES, PROGRAMS = 128, 4, 4, 3  # PROGRAMS: for each multiprocessor
+ENTRIES, WARPS, STAGES, PROGRAMS, HALF = 128, 4, 1, 4, False  # PROGRAMS: for each multiprocessor
 _PLAN = tl.constexpr(128)  # rows that the plan counts at a time
 
 
@@ -78,6 +78,7 @@ def _score_tiles(
     FRAME: tl.constexpr,
     KEY: tl.constexpr,
     EIGHT_BIT: tl.constexpr,
+    HALF: tl.constexpr,
     ENTRIES: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -123,7 +124,10 @@ def _score_tiles(
                     mask=there[:, None] & (column[None, :] < width),
                     other=0.0,
                 )
-                dots = tl.dot(key, tl.trans(queries))
+                if HALF:
+                    dots = tl.dot(key.to(tl.float16), tl.trans(queries.to(tl.float16)))
+                else:
+                    dots = tl.dot(key, tl.trans(queries))
                 total = tl.sum(tl.maximum(dots, 0.0) * weight[None, :], axis=1)
                 if EIGHT_BIT:
                     scale_at = frame * (FRAME // 4) + entry % PER * (KEY // 4) + width // 4
@@ -143,7 +147,7 @@ def index_scores(
     most: int,
     scale: float,
     above: int = 0,
-    shape: tuple[int, int, int, int] = (ENTRIES, WARPS, STAGES, PROGRAMS),
+    shape: tuple[int, int, int, int, bool] = (ENTRIES, WARPS, STAGES, PROGRAMS, HALF),
 ) -> Tensor:
     """Scores of n query rows: float32 [n, most], undefined from ``visible`` on and for rows that see
     ``above`` entries or fewer.
@@ -160,7 +164,7 @@ def index_scores(
         return scores
     view, frames = pages.view, aligned(pages.frames)
     eight_bit = view.dtype == torch.uint8
-    entries, warps, stages, programs = shape
+    entries, warps, stages, programs, half = shape
     if eight_bit:
         if view.shape[2] != key_bytes(width):
             raise ValueError(f"records of {view.shape[2]} bytes: no keys of {width} values")
@@ -190,6 +194,7 @@ def index_scores(
         FRAME=view.stride(0),
         KEY=view.stride(1),
         EIGHT_BIT=eight_bit,
+        HALF=half and eight_bit,
         ENTRIES=entries,
         HEADS=power_of_two(heads, least=16),
         WIDTH=power_of_two(width, least=32),

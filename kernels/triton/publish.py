@@ -24,30 +24,29 @@ WARPS = 4
 
 @triton.jit
 def _take_slots(
-    maps, meta, map_frames, meta_frames, room, used_at, hand, draws, age,
-    first, count, capacity, step,
+    maps, meta, map_frames, meta_frames, room, used_at, hand_at, draws_at, age_at,
+    used, hand, draws, age, first, count, capacity, step,
     EVICT: tl.constexpr, KEY: tl.constexpr, PER_MAP: tl.constexpr, MAP_FRAME: tl.constexpr,
     PER_META: tl.constexpr, META_FRAME: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Slots for entries first..first+count-1 of a mapped cache with room, into ``room``, and their map and
     metadata; what finds none is left out. Returns how many did."""
-    used = tl.load(used_at)
-    tl.debug_barrier()
+    tl.debug_barrier()  # a scalar load is done by every thread: all have read used, hand, draws and age
     free = tl.minimum(capacity - used, count)
     granted = free
-    if EVICT:
+    if EVICT:  # noqa: SIM102 - a condition of the compiler's
         if count > free:
             granted += find_victims(
-                maps, meta, map_frames, meta_frames, room + free, hand, draws, age, capacity, used,
-                step, count - free, -1, KEY, False, PER_MAP, MAP_FRAME, PER_META, META_FRAME, BLOCK,
+                maps, meta, map_frames, meta_frames, room + free, hand_at, draws_at, age_at,
+                hand, draws, age, capacity, used, step, count - free, -1, KEY, False,
+                PER_MAP, MAP_FRAME, PER_META, META_FRAME, BLOCK,
             )  # fmt: skip
             tl.debug_barrier()
     if free > 0:
         tl.store(used_at, used + free)
     rank = tl.arange(0, MOST)
-    slot = tl.load(
-        room + rank, mask=(rank >= free) & (rank < granted), other=0, cache_modifier=".cg"
-    )
+    evicted = (rank >= free) & (rank < granted)
+    slot = tl.load(room + rank, mask=evicted, other=0, cache_modifier=".cg")
     slot = tl.where(rank < free, used + rank, slot)
     kept = rank < granted
     tl.store(room + rank, slot, mask=rank < free)
@@ -56,30 +55,35 @@ def _take_slots(
     at = word_of(meta_frames, slot, kept, PER_META, META_FRAME, 2)
     tl.store(meta + at, first + rank, mask=kept)
     tl.store(meta + at + 1, tl.zeros([MOST], tl.int32) + 2 * step, mask=kept)
+    tl.debug_barrier()
     return granted
 
 
 @triton.jit
-def _write_out(
-    records, host, source, home, hot, stays,
-    PER: tl.constexpr, FRAME: tl.constexpr, RECORD: tl.constexpr, ALIGNED: tl.constexpr,
-    WORDS: tl.constexpr, WIDTH: tl.constexpr, SLICES: tl.constexpr,
+def _move(
+    source, come, target, go, WORDS: tl.constexpr, WIDTH: tl.constexpr, SLICES: tl.constexpr
 ):  # fmt: skip
-    """One item from an arena location to the host, and (stays) to another location."""
-    come = word_at(source, PER, FRAME, RECORD)
-    go = word_at(home, 0, 0, ALIGNED)
-    keep = word_at(hot, PER, FRAME, RECORD)
+    """One item; come, go: its first words."""
     for piece in tl.static_range(SLICES):
         word = piece * WIDTH + tl.arange(0, WIDTH)
-        inside = word < WORDS
-        value = tl.load(records + come + word, mask=inside)
-        tl.store(host + go + word, value, mask=inside)
-        tl.store(records + keep + word, value, mask=tl.where(inside, stays, 0) > 0)
+        value = tl.load(source + come + word, mask=word < WORDS)
+        tl.store(target + go + word, value, mask=word < WORDS)
+
+
+@triton.jit
+def _flying_word(
+    inflight, entry, tokens, first_row,
+    TOKENS: tl.constexpr, PER: tl.constexpr, FRAME: tl.constexpr, RECORD: tl.constexpr,
+):  # fmt: skip
+    """Where the in-flight record begins that an entry's last token left."""
+    row = entry * TOKENS + TOKENS - 1 - tokens + first_row
+    return word_at(location_of(inflight, row, row >= 0, PER), PER, FRAME, RECORD)
 
 
 @triton.jit
 def _publish_piece(
-    maps, meta, row_frames, map_frames, meta_frames, capacity, whole, used, hand, draws, age,
+    maps, meta, row_frames, map_frames, meta_frames, capacity, whole, used_at, hand_at, draws_at, age_at,
+    used, hand, draws, age,
     records, keys, key_frames, host, home, key_home, inflight, room,
     first, after, tokens, first_row, step,
     EVICT: tl.constexpr, KEY: tl.constexpr, TOKENS: tl.constexpr, PER_ROW: tl.constexpr,
@@ -91,35 +95,32 @@ def _publish_piece(
     KEY_ALIGNED: tl.constexpr, KEY_WORDS: tl.constexpr, KEY_WIDTH: tl.constexpr,
     KEY_SLICES: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    granted = 0
-    if whole != 0:
-        granted = after - first
-    elif capacity > 0:
-        granted = _take_slots(
-            maps, meta, map_frames, meta_frames, room, used, hand, draws, age, first, after - first,
-            capacity, step, EVICT, KEY, PER_MAP, MAP_FRAME, PER_META, META_FRAME, MOST, BLOCK,
-        )  # fmt: skip
-        tl.debug_barrier()
+    """Entries first..after-1: to the host, which is far away, before a place here is looked for."""
     entry = first
     while entry < after:
-        stays = entry - first < granted
+        come = _flying_word(inflight, entry, tokens, first_row, TOKENS, PER_ROW, FRAME, RECORD)
+        go = word_at(home + entry.to(tl.int64) * WORDS, 0, 0, ALIGNED)
+        _move(records, come, host, go, WORDS, WIDTH, SLICES)
+        come = location_of(key_frames, entry, entry >= 0, KEY_PER)
+        come = word_at(come, KEY_PER, KEY_FRAME, KEY_RECORD)
+        go = word_at(key_home + entry.to(tl.int64) * KEY_WORDS, 0, 0, KEY_ALIGNED)
+        _move(keys, come, host, go, KEY_WORDS, KEY_WIDTH, KEY_SLICES)
+        entry += 1
+    granted = tl.where(whole != 0, after - first, 0)
+    if (whole == 0) & (capacity > 0):
+        granted = _take_slots(
+            maps, meta, map_frames, meta_frames, room, used_at, hand_at, draws_at, age_at,
+            used, hand, draws, age, first, after - first,
+            capacity, step, EVICT, KEY, PER_MAP, MAP_FRAME, PER_META, META_FRAME, MOST, BLOCK,
+        )  # fmt: skip
+    entry = first
+    while entry < first + granted:
         slot = entry
         if whole == 0:
-            slot = tl.load(room + entry - first, mask=stays, other=0, cache_modifier=".cg")
-        hot = location_of(row_frames, slot, stays, PER_ROW)
-        row = entry * TOKENS + TOKENS - 1 - tokens + first_row
-        flying = location_of(inflight, row, row >= 0, PER_ROW)
-        at = home + entry.to(tl.int64) * WORDS
-        _write_out(
-            records, host, flying, at, hot, stays.to(tl.int32),
-            PER_ROW, FRAME, RECORD, ALIGNED, WORDS, WIDTH, SLICES,
-        )  # fmt: skip
-        at = key_home + entry.to(tl.int64) * KEY_WORDS
-        key = location_of(key_frames, entry, entry >= 0, KEY_PER)
-        _write_out(
-            keys, host, key, at, key, 0,
-            KEY_PER, KEY_FRAME, KEY_RECORD, KEY_ALIGNED, KEY_WORDS, KEY_WIDTH, KEY_SLICES,
-        )  # fmt: skip
+            slot = tl.load(room + entry - first, cache_modifier=".cg")
+        go = location_of(row_frames, slot, slot >= 0, PER_ROW)
+        come = _flying_word(inflight, entry, tokens, first_row, TOKENS, PER_ROW, FRAME, RECORD)
+        _move(records, come, records, word_at(go, PER_ROW, FRAME, RECORD), WORDS, WIDTH, SLICES)
         entry += 1
 
 
@@ -148,6 +149,7 @@ def _publish(
             maps, meta, row_frames + seat * row_seat, map_frames + seat * map_seat,
             meta_frames + seat * meta_seat, tl.load(capacity + seat),
             tl.load(full + seat).to(tl.int32), used + seat, hand + seat, draws + seat, age + seat,
+            tl.load(used + seat), tl.load(hand + seat), tl.load(draws + seat), tl.load(age + seat),
             records, keys, key_frames + seat * key_seat, host, tl.load(row_base + seat),
             tl.load(key_base + seat), inflight, room + piece * MOST,
             first, after, tokens, piece.to(tl.int32) * q, tl.load(step_at).to(tl.int32),

@@ -17,8 +17,10 @@ from .copy import arena_side, host_side, plan, word_at
 from .eviction import device_key
 from .lists import Lists
 from .resolve import (
+    PART_COUNTS,
     _resolve,
     check_tables,
+    scratch_of,
     table_arguments,
     table_constants,
     table_strides,
@@ -30,7 +32,9 @@ from .union import resolve_union
 class Shape:
     """How retrieval is cut into programs. parts, block, warps: of resolve, per piece. programs, rows,
     fetch_warps: of fetch: most programs, records that each moves at a time (0: as many as
-    fit a tile). fused: one launch for both, with the warps of resolve."""
+    fit a tile). fused: one launch for both, with the warps of resolve. tile: slots and
+    missing entries that resolve sees at a time. near: ask for frame numbers ahead. early: fetch is
+    launched while resolve ends (programmatic dependent launch)."""
 
     parts: int
     block: int
@@ -39,6 +43,9 @@ class Shape:
     rows: int
     fetch_warps: int = 4
     fused: bool = False
+    tile: int = 1024
+    near: bool = True
+    early: bool = True
 
 
 @triton.jit
@@ -80,8 +87,10 @@ def _fetch(
     source, target, misses, host, records, pieces, segment,
     PIECES: tl.constexpr, PER: tl.constexpr, FRAME: tl.constexpr, RECORD: tl.constexpr,
     ALIGNED: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, SLICES: tl.constexpr,
+    WIDTH: tl.constexpr, SLICES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     copy_segments(
         source, target, misses, host, records, tl.program_id(0), tl.num_programs(0), pieces, segment,
         PIECES, PER, FRAME, RECORD, ALIGNED, WORDS, ROWS, WIDTH, SLICES,
@@ -124,7 +133,7 @@ def resolve_rows(
     device = chosen.device
     location = torch.empty(chosen.shape, dtype=torch.int32, device=device)
     lists = Lists.empty(pieces, width, device)
-    scratch = torch.empty((pieces, 2, width), dtype=torch.int32, device=device)
+    scratch = scratch_of(pieces, width, device)
     kernel: Any = _resolve
     kernel[(pieces * shape.parts,)](
         *table_arguments(cache),
@@ -160,6 +169,9 @@ def resolve_rows(
         WORDS=words_of(cache.records).shape[2],
         **table_constants(cache),
         BLOCK=shape.block,
+        TILE=shape.tile,
+        NEAR=shape.near and device.type == "cuda",
+        EXTRA=PART_COUNTS,
         num_warps=shape.warps,
     )
     return location, lists
@@ -171,10 +183,12 @@ def fetch_lists(store: StoreMemory, lists: Lists, shape: Shape) -> None:
     pieces, width = lists.source.shape
     constants = fetch_constants(store, pieces, shape.rows)
     programs = min(shape.programs, triton.cdiv(pieces * width, constants["ROWS"]))
+    early = shape.early and store.counts.device.type == "cuda"
     kernel: Any = _fetch
     kernel[(programs,)](
         lists.source, lists.target, lists.misses, store.host, words_of(store.cache.records),
-        pieces, width, **constants, num_warps=shape.fetch_warps,
+        pieces, width, **constants, EARLY=early, num_warps=shape.fetch_warps,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
 

@@ -33,20 +33,26 @@ def _narrow(threshold, reach, k, first, second, third, over_first, over_second, 
 
 @triton.jit
 def threshold_of_tile(
-    key: tl.tensor, k: tl.constexpr, total: tl.tensor
+    key: tl.tensor, k: tl.constexpr, enough: tl.constexpr, total: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
-    """A value that exactly k keys reach, or else the k-th largest; and how many keys reach it.
+    """A value that k keys or more reach, but no more than ``enough``, or else the k-th largest; and
+    how many keys reach it.
 
     key: int32 of fewer than 2^21 values, the least int32 where there is none; total: how many there
-    are. With fewer than k keys the least int32.
+    are. With fewer than k keys the lowest of them.
     """
-    threshold = -2147483648
+    highest = tl.max(key, axis=0).to(tl.int64)
+    lowest = tl.min(tl.where(key == -2147483648, 2147483647, key), axis=0).to(tl.int64)
+    threshold = lowest.to(tl.int32)
     reach = total
-    step = 1073741824
-    while (step > 0) & (reach > k):
-        first = threshold + step
-        second = first + step
-        third = second + step
+    step = tl.cast(1, tl.int64)
+    while step * 4 <= highest - lowest:
+        step = step << 2
+    while (step > 0) & (reach > enough):
+        # Not above the highest, so that sums stay in int32.
+        first = tl.minimum(threshold + step, highest).to(tl.int32)
+        second = tl.minimum(threshold + 2 * step, highest).to(tl.int32)
+        third = tl.minimum(threshold + 3 * step, highest).to(tl.int32)
         # Three counts of 21 bits in one sum.
         over = (key >= first).to(tl.int64) + ((key >= second).to(tl.int64) << 21)
         count = tl.sum(over + ((key >= third).to(tl.int64) << 42), axis=0)

@@ -6,10 +6,10 @@ follows from k and the heads alone, and another kernel adds them up in order, so
 nothing of the batch. A part stops after its last valid row: what is left out would add exactly 0.
 
 8-bit rows (``kernels/fp8.py``) become float16 in registers: codes times the ratio of their group's
-scale to the row's largest, sigma. That is exact up to float16's rounding (2^-11; bf16, which others
-use here, 2^-8) and cannot overflow: |code * ratio| <= 448. Scores are multiplied by sigma, and so
-are the weights, by adding log2(sigma) to their exponents. Queries are moved into the range of float16
-by a power of two of their own.
+scale to sigma, the least power of two that all scales of the row fit in. That is exact up to float16's
+rounding (2^-11; bf16, which others use here, 2^-8) and cannot overflow: |code * ratio| <= 448. Scores
+are multiplied by sigma, and so are the weights, by adding log2(sigma) to their exponents. Queries are
+moved into the range of float16 by a power of two of their own.
 
 Bytes to move: k rows per query row (1,152 or 656 B each at 512 + 64 values), once for every HEADS
 heads; beside them 9 k of locations, queries, results, and the parts' partial sums twice.
@@ -18,6 +18,7 @@ heads; beside them 9 k of locations, queries, results, and the parts' partial su
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 import triton
@@ -51,25 +52,71 @@ def choose_shape(heads: int, k: int, eight_bit: bool) -> Shape:
 
 
 @triton.jit
-def _last_valid(valid, first, stop, PART: tl.constexpr):  # fmt: skip
-    """One past the last valid place of a part."""
-    place = first + tl.arange(0, PART)
-    there = tl.load(valid + place, mask=place < stop, other=0) != 0
-    return tl.max(tl.where(there, place + 1, 0), axis=0)
-
-
-@triton.jit
-def _item(location, PER: tl.constexpr, WIDE: tl.constexpr):
-    """Frame (int64) and place of a location. Where an arena has fewer than 2^31 items, 32-bit
-    division does."""
-    if not WIDE:
+def _prepare_offsets(
+    locations: tl.tensor,
+    valid: tl.tensor,
+    offsets: tl.tensor,
+    k: tl.constexpr,
+    K: tl.constexpr,
+    PER: tl.constexpr,
+    FRAME: tl.constexpr,
+    ROW: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Where selected rows start in the arena, -1 where none is: once, not in each pass of a loop.
+    K: k rounded up to whole parts. FRAME, ROW: strides in the unit of the result. WIDE: the arena
+    has 2^31 items or more."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = tl.load(valid + row * k + place, mask=place < k, other=0) != 0
+    location = tl.load(locations + row * k + place, mask=place < k, other=0)
+    if not WIDE:  # 32-bit division does
         location = location.to(tl.int32)
-    return (location // PER).to(tl.int64), (location % PER).to(tl.int64)
+    offset = (location // PER).to(tl.int64) * FRAME + (location % PER).to(tl.int64) * ROW
+    tl.store(offsets + row * K + place, tl.where(there, offset, -1), mask=place < K)
 
 
 @triton.jit
-def _weigh(scores, there, best, mass):
-    """Soft-max on line: weights of a tile, what is kept of the sums so far, new best and mass."""
+def _prepare_queries(
+    query: tl.tensor,
+    narrow: tl.tensor,
+    factors: tl.tensor,
+    width: tl.constexpr,
+    value_width: tl.constexpr,
+) -> None:
+    """Latent queries as float16, moved by a power of two so that the largest of a head is in
+    [2^14, 2^15); factors: what undoes it."""
+    head = tl.program_id(0).to(tl.int64)
+    value = tl.arange(0, value_width)
+    wide = tl.load(query + head * width + value).to(tl.float32)
+    exponent = (tl.max(tl.abs(wide), axis=0).to(tl.int32, bitcast=True) >> 23) - 127
+    exponent = tl.minimum(tl.maximum(exponent, -100), 120)
+    moved = wide * ((141 - exponent) << 23).to(tl.float32, bitcast=True)
+    tl.store(narrow + head * value_width + value, moved.to(tl.float16))
+    tl.store(factors + head, ((113 + exponent) << 23).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _place(n_heads: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr):
+    """The row, part and heads of this program: heads of a row and part side by side."""
+    blocks: tl.constexpr = (n_heads + HEADS - 1) // HEADS
+    row = (tl.program_id(0) // (blocks * PARTS)).to(tl.int64)
+    part = tl.program_id(0) // blocks % PARTS
+    return row, part, tl.program_id(0) % blocks * HEADS + tl.arange(0, HEADS)
+
+
+@triton.jit
+def _count(offsets, PART: tl.constexpr, PART_BLOCK: tl.constexpr):
+    """One past the last valid row of a part."""
+    place = tl.arange(0, PART_BLOCK)
+    offset = tl.load(offsets + place, mask=place < PART, other=-1)
+    return tl.max(tl.where(offset >= 0, place + 1, 0), axis=0)
+
+
+@triton.jit
+def _weigh(scores, there, best):
+    """Soft-max on line: weights of a tile, what is kept of the sums so far, the new best."""
     scores = tl.where(there[None, :], scores, LOWEST)
     highest = tl.maximum(best, tl.max(scores, axis=1))
     weight = tl.where(there[None, :], tl.exp2(scores - highest[:, None]), 0.0)
@@ -101,19 +148,14 @@ def _finish(
 def _attend_bf16(
     query: tl.tensor,
     view: tl.tensor,
-    locations: tl.tensor,
-    valid: tl.tensor,
+    offsets: tl.tensor,
     out: tl.tensor,
     stats: tl.tensor,
     scale: tl.tensor,
     heads: tl.constexpr,
     width: tl.constexpr,
     value_width: tl.constexpr,
-    k: tl.constexpr,
-    PER: tl.constexpr,
-    FRAME: tl.constexpr,
-    ROW: tl.constexpr,
-    WIDE: tl.constexpr,
+    UNIT: tl.constexpr,
     PARTS: tl.constexpr,
     PART: tl.constexpr,
     PART_BLOCK: tl.constexpr,
@@ -123,14 +165,8 @@ def _attend_bf16(
     ROTARY: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    head_blocks: tl.constexpr = (heads + HEADS - 1) // HEADS
-    row = (tl.program_id(0) // (head_blocks * PARTS)).to(tl.int64)
-    part = tl.program_id(0) // head_blocks % PARTS
-    head = tl.program_id(0) % head_blocks * HEADS + tl.arange(0, HEADS)
-    locations += row * k
-    valid += row * k
-    first = part * PART
-    stop = _last_valid(valid, first, tl.minimum(first + PART, k), PART_BLOCK)
+    row, part, head = _place(heads, HEADS, PARTS)
+    offsets += (row * PARTS + part) * PART
     value, rotary = tl.arange(0, VALUES), value_width + tl.arange(0, ROTARY)
     own = head[:, None] < heads
     q_at = query + (row * heads + head[:, None]) * width
@@ -140,26 +176,24 @@ def _attend_bf16(
     best = tl.full([HEADS], LOWEST, tl.float32)
     mass = tl.zeros([HEADS], tl.float32)
     total = tl.zeros([HEADS, VALUES], tl.float32)
-    for start in tl.range(first, stop, ROWS, num_stages=STAGES):
-        place = start + tl.arange(0, ROWS)
-        there = tl.load(valid + place, mask=place < stop, other=0) != 0
-        location = tl.load(locations + place, mask=place < stop, other=0)
-        frame, place_in = _item(location, PER, WIDE)
-        at = view + frame * FRAME + place_in * ROW
+    for start in tl.range(0, _count(offsets, PART, PART_BLOCK), ROWS, num_stages=STAGES):
+        offset = tl.load(offsets + start + tl.arange(0, ROWS))
+        there = offset >= 0
+        at = view + offset[:, None] * UNIT
         values = tl.load(
-            at[:, None] + value[None, :],
+            at + value[None, :],
             mask=there[:, None] & (value[None, :] < value_width),
             other=0.0,
         )
         scores = tl.dot(q, tl.trans(values))
         if ROTARY > 1:
             turned = tl.load(
-                at[:, None] + rotary[None, :],
+                at + rotary[None, :],
                 mask=there[:, None] & (rotary[None, :] < width),
                 other=0.0,
             )
             scores = tl.dot(q_rotary, tl.trans(turned), scores)
-        weight, kept, best = _weigh(scores * scale, there, best, mass)
+        weight, kept, best = _weigh(scores * scale, there, best)
         mass = mass * kept + tl.sum(weight, axis=1)
         total = tl.dot(round_bf16(weight), values, total * kept[:, None])
     _finish(out, stats, total, best, mass, row, part, head, heads, value_width, PARTS, VALUES)
@@ -168,22 +202,19 @@ def _attend_bf16(
 @triton.jit
 def _attend_fp8(
     query: tl.tensor,
+    narrow: tl.tensor,
+    factors: tl.tensor,
     codes: tl.tensor,
     scales: tl.tensor,
     turned: tl.tensor,
-    locations: tl.tensor,
-    valid: tl.tensor,
+    offsets: tl.tensor,
     out: tl.tensor,
     stats: tl.tensor,
     scale: tl.tensor,
     heads: tl.constexpr,
     width: tl.constexpr,
     value_width: tl.constexpr,
-    k: tl.constexpr,
-    PER: tl.constexpr,
-    FRAME: tl.constexpr,
-    ROW: tl.constexpr,
-    WIDE: tl.constexpr,
+    UNIT: tl.constexpr,
     PARTS: tl.constexpr,
     PART: tl.constexpr,
     PART_BLOCK: tl.constexpr,
@@ -193,61 +224,48 @@ def _attend_fp8(
     ROTARY: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """FRAME and ROW in bytes. codes, scales, turned: the same records as e4m3, float32 and bf16."""
-    head_blocks: tl.constexpr = (heads + HEADS - 1) // HEADS
+    """codes, scales, turned: the same records as e4m3, float32 and bf16. UNIT: bytes."""
     GROUPS: tl.constexpr = value_width // GROUP
-    row = (tl.program_id(0) // (head_blocks * PARTS)).to(tl.int64)
-    part = tl.program_id(0) // head_blocks % PARTS
-    head = tl.program_id(0) % head_blocks * HEADS + tl.arange(0, HEADS)
-    locations += row * k
-    valid += row * k
-    first = part * PART
-    stop = _last_valid(valid, first, tl.minimum(first + PART, k), PART_BLOCK)
-    value, rotary = tl.arange(0, value_width), tl.arange(0, ROTARY)
+    row, part, head = _place(heads, HEADS, PARTS)
+    offsets += (row * PARTS + part) * PART
     group, inner = tl.arange(0, GROUPS), tl.arange(0, GROUP)
-    own = head[:, None] < heads
-    own_rotary = rotary < width - value_width
-    q_at = query + (row * heads + head[:, None]) * width
-    wide = tl.load(q_at + value[None, :], mask=own, other=0.0).to(tl.float32)
-    # 2^e of the largest value; as float16 it becomes 2^14 or more, below 2^15.
-    exponent = (tl.max(tl.abs(wide), axis=1).to(tl.int32, bitcast=True) >> 23) - 127
-    exponent = tl.minimum(tl.maximum(exponent, -100), 120)
-    q = (wide * ((141 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]).to(tl.float16)
-    unscale = ((113 + exponent) << 23).to(tl.float32, bitcast=True) * scale
+    rotary = tl.arange(0, ROTARY)
+    own, own_rotary = head[:, None] < heads, rotary[None, :] < width - value_width
+    head_at = row * heads + head
+    q_at = narrow + head_at[:, None] * value_width + tl.arange(0, value_width)[None, :]
+    q = tl.load(q_at, mask=own, other=0.0)
+    unscale = tl.load(factors + head_at, mask=head < heads, other=0.0) * scale
     if ROTARY > 1:
-        q_rotary = tl.load(
-            q_at + value_width + rotary[None, :], mask=own & own_rotary[None, :], other=0.0
-        )
+        q_at = query + head_at[:, None] * width + value_width + rotary[None, :]
+        q_rotary = tl.load(q_at, mask=own & own_rotary, other=0.0)
     best = tl.full([HEADS], LOWEST, tl.float32)
     mass = tl.zeros([HEADS], tl.float32)
     total = tl.zeros([HEADS, value_width], tl.float32)
-    for start in tl.range(first, stop, ROWS, num_stages=STAGES):
-        place = start + tl.arange(0, ROWS)
-        there = tl.load(valid + place, mask=place < stop, other=0) != 0
-        location = tl.load(locations + place, mask=place < stop, other=0)
-        frame, place_in = _item(location, PER, WIDE)
-        code_at = codes + frame * FRAME + place_in * ROW
-        scale_at = scales + frame * (FRAME // 4) + place_in * (ROW // 4) + value_width // 4
+    for start in tl.range(0, _count(offsets, PART, PART_BLOCK), ROWS, num_stages=STAGES):
+        offset = tl.load(offsets + start + tl.arange(0, ROWS))
+        there = offset >= 0
         code = tl.load(
-            code_at[:, None, None] + group[None, :, None] * GROUP + inner[None, None, :],
+            codes + offset[:, None, None] * UNIT + (group[None, :, None] * GROUP + inner[None, None, :]),
             mask=there[:, None, None],
             other=0.0,
         )
-        of_group = tl.load(scale_at[:, None] + group[None, :], mask=there[:, None], other=1.0)
-        sigma = tl.max(of_group, axis=1)
-        ratio = (of_group / sigma[:, None]).to(tl.float16)
+        scale_at = scales + offset[:, None] * (UNIT // 4) + value_width // 4 + group[None, :]
+        of_group = tl.load(scale_at, mask=there[:, None], other=1.0)
+        exponent = (tl.max(of_group, axis=1).to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
+        sigma = (exponent << 23).to(tl.float32, bitcast=True)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        ratio = (of_group * inverse[:, None]).to(tl.float16)
         values = (code.to(tl.float16) * ratio[:, :, None]).reshape(ROWS, value_width)
         scores = tl.dot(q, tl.trans(values)) * unscale[:, None] * sigma[None, :]
         if ROTARY > 1:
-            turned_at = turned + frame * (FRAME // 2) + place_in * (ROW // 2)
+            turned_at = turned + offset[:, None] * (UNIT // 2) + value_width // 2 + 2 * GROUPS
             k_rotary = tl.load(
-                turned_at[:, None] + value_width // 2 + 2 * GROUPS + rotary[None, :],
-                mask=there[:, None] & own_rotary[None, :],
-                other=0.0,
+                turned_at + rotary[None, :], mask=there[:, None] & own_rotary, other=0.0
             )
             scores += tl.dot(q_rotary, tl.trans(k_rotary)) * scale
-        weight, kept, best = _weigh(scores + tl.log2(sigma)[None, :], there, best, mass)
-        mass = mass * kept + tl.sum(weight * (1.0 / sigma)[None, :], axis=1)
+        scores += (exponent - 127).to(tl.float32)[None, :]
+        weight, kept, best = _weigh(scores, there, best)
+        mass = mass * kept + tl.sum(weight * inverse[None, :], axis=1)
         total = tl.dot(weight.to(tl.float16), values, total * kept[:, None])
     _finish(out, stats, total, best, mass, row, part, head, heads, value_width, PARTS, value_width)
 
@@ -316,15 +334,15 @@ def sparse_mla(
     tile = 16 if heads <= 16 else min(64, power_of_two(heads))
     rows = min(shape.rows, power_of_two(k, least=16))
     part = blocks(blocks(k, parts), rows) * rows
+    query = aligned(query.to(torch.bfloat16).contiguous())
+    # Rows lie at multiples of this many items: 16 bytes at true sizes, so loads may be as wide.
+    unit = gcd(view.stride(0), view.stride(1), 16 // view.element_size())
+    offsets = _offsets(view, locations, valid, parts * part, unit)
     arguments = {
+        "UNIT": unit,
         "heads": heads,
         "width": width,
         "value_width": value_width,
-        "k": k,
-        "PER": view.shape[1],
-        "FRAME": view.stride(0),
-        "ROW": view.stride(1),
-        "WIDE": view.shape[0] * view.shape[1] >= 2**31,
         "PARTS": parts,
         "PART": part,
         "PART_BLOCK": power_of_two(part),
@@ -335,23 +353,23 @@ def sparse_mla(
         "num_warps": shape.warps,
         **FUSION,
     }
-    chosen = aligned(locations.contiguous()), aligned(valid.contiguous().view(torch.uint8))
-    query = aligned(query.to(torch.bfloat16).contiguous())
     grid = (n * blocks(heads, tile) * parts,)
     factor = scale * LOG2E
     if eight_bit:
         if view.shape[2] != row_bytes(value_width, width - value_width):
             raise ValueError(f"records of {view.shape[2]} bytes: no rows of {width} values")
-        records = (
-            view.view(torch.float8_e4m3fn),
-            view.view(torch.float32),
-            view.view(torch.bfloat16),
+        codes, scales = view.view(torch.float8_e4m3fn), view.view(torch.float32)
+        narrow = query.new_empty(n, heads, value_width, dtype=torch.float16)
+        factors = query.new_empty(n, heads, dtype=torch.float32)
+        _prepare_queries[(n * heads,)](
+            query, narrow, factors, width=width, value_width=value_width, num_warps=1, **FUSION
         )
-        arguments |= {"GROUP": GROUP}
-        _attend_fp8[grid](query, *records, *chosen, partial, stats, factor, **arguments)
+        rows_of = (narrow, factors, codes, scales, view.view(torch.bfloat16))
+        arguments["GROUP"] = GROUP
+        _attend_fp8[grid](query, *rows_of, offsets, partial, stats, factor, **arguments)
     else:
-        arguments |= {"VALUES": power_of_two(value_width, least=16)}
-        _attend_bf16[grid](query, view, *chosen, partial, stats, factor, **arguments)
+        arguments["VALUES"] = power_of_two(value_width, least=16)
+        _attend_bf16[grid](query, view, offsets, partial, stats, factor, **arguments)
     if parts > 1:
         _combine[(n * heads,)](
             partial,
@@ -365,3 +383,25 @@ def sparse_mla(
             **FUSION,
         )
     return out
+
+
+def _offsets(view: Tensor, locations: Tensor, valid: Tensor, padded: int, unit: int) -> Tensor:
+    """Offsets of rows in ``view``, in units of its items; -1 where none is: int64 [n, padded]."""
+    n, k = locations.shape
+    offsets = torch.empty(n, padded, dtype=torch.int64, device=view.device)
+    block = min(1024, power_of_two(padded))
+    _prepare_offsets[(n, blocks(padded, block))](
+        aligned(locations.contiguous()),
+        aligned(valid.contiguous().view(torch.uint8)),
+        offsets,
+        k=k,
+        K=padded,
+        PER=view.shape[1],
+        FRAME=view.stride(0) // unit,
+        ROW=view.stride(1) // unit,
+        WIDE=view.shape[0] * view.shape[1] >= 2**31,
+        BLOCK=block,
+        num_warps=4,
+        **FUSION,
+    )
+    return offsets

@@ -6,7 +6,7 @@ counts as +0.0; see ``kernels/indexer.py``): a score's *key*.
 1. ``_maxima``: the entries of a row fall into GROUPS interleaved groups; the largest key of each.
    There are at least 2 k groups, so the k-th largest of these maxima is a bound that k entries
    reach, and few others (for 100,000 independent scores and k = 2,048 about 2,800 entries do).
-2. ``_candidates``: finds that bound and lists the entries that reach it, in order.
+2. ``_candidates``: finds that bound (a little lower: what up to k / 8 more maxima reach) and lists the entries that reach it, in order.
 3. ``_choose``: finds the k-th key among the candidates in registers, and writes what lies above and
    of its equals the lowest entries. Should ties or a hostile order leave more candidates than fit,
    it searches the whole row, in up to 16 passes: slower, and as exact.
@@ -83,16 +83,19 @@ def _candidates(
     seen = tl.load(visible + row).to(tl.int32)
     if seen > k:
         keys = tl.load(maxima + row * GROUPS + tl.arange(0, GROUPS))
-        bound, _ = threshold_of_tile(keys, k, GROUPS)
+        bound, _ = threshold_of_tile(keys, k, k + k // 8, GROUPS)
         start, stop = _span(seen, part, PARTS)
         entries += (row * PARTS + part) * GROUPS
         count = 0
+        # Runs of 8 neighbours lie in one or two threads: only their counts are added across threads.
+        offset = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
         while start < stop:
-            entry = start + tl.arange(0, BLOCK)
+            entry = start + offset
             key = load_keys(scores + row * scores_row, entry, stop)
             take = (entry < stop) & (key >= bound)
-            taken = take.to(tl.int32)
-            place = count + tl.cumsum(taken, axis=0) - 1
+            inner = tl.cumsum(take.to(tl.int32), axis=1)
+            taken = tl.sum(take.to(tl.int32), axis=1)
+            place = count + (tl.cumsum(taken, axis=0) - taken)[:, None] + inner - 1
             tl.store(entries + place, entry, mask=take & (place < GROUPS))
             count += tl.sum(taken, axis=0)
             start += BLOCK
@@ -122,7 +125,7 @@ def _choose_candidates(
     there = place < total
     entry = tl.load(entries + source, mask=there, other=0)
     key = tl.where(there, load_keys(scores, entry, seen), _LEAST)
-    threshold, _ = threshold_of_tile(key, k, total)
+    threshold, _ = threshold_of_tile(key, k, k, total)
     equal = (there & (key == threshold)).to(tl.int32)
     ties = k - tl.sum((there & (key > threshold)).to(tl.int32), axis=0)
     take = there & ((key > threshold) | ((key == threshold) & (tl.cumsum(equal, axis=0) <= ties)))

@@ -186,14 +186,19 @@ def _forget(
 
 @triton.jit
 def _room_for(
-    maps, meta, map_frames, meta_frames, room, used_at, hand, draws, age, count, capacity, step,
+    maps, meta, map_frames, meta_frames, room, used_at, hand_at, draws_at, age_at, count, capacity, step,
     TOUCH: tl.constexpr, KEY: tl.constexpr, PER_MAP: tl.constexpr, MAP_FRAME: tl.constexpr,
     PER_META: tl.constexpr, META_FRAME: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Free slots, used ones, and victims (in ``room``) for ``count`` entries: how many slots were used
     before, how many free ones are taken, how many entries find a slot. capacity: 0: none may."""
-    used = tl.load(used_at)
-    tl.debug_barrier()
+    used, hand, draws, age = (
+        tl.load(used_at),
+        tl.load(hand_at),
+        tl.load(draws_at),
+        tl.load(age_at),
+    )
+    tl.debug_barrier()  # a scalar load is done by every thread
     stays = tl.where(capacity > 0, count, 0)
     free = tl.maximum(tl.minimum(capacity - used, stays), 0)
     granted = free
@@ -202,8 +207,9 @@ def _room_for(
         if TOUCH:
             spare = 2 * step + 1
         granted += find_victims(
-            maps, meta, map_frames, meta_frames, room, hand, draws, age, capacity, used, step,
-            stays - free, spare, KEY, True, PER_MAP, MAP_FRAME, PER_META, META_FRAME, BLOCK,
+            maps, meta, map_frames, meta_frames, room, hand_at, draws_at, age_at, hand, draws, age,
+            capacity, used, step, stays - free, spare, KEY, True,
+            PER_MAP, MAP_FRAME, PER_META, META_FRAME, BLOCK,
         )  # fmt: skip
     if free > 0:
         tl.store(used_at, used + free)
@@ -238,7 +244,7 @@ def _serve(
     free = 0
     granted = 0
     if missing > 0:
-        if TOUCH:
+        if TOUCH:  # noqa: SIM102 - a condition of the compiler's
             if (slots > 0) & (due == 0):
                 _again(
                     maps, meta, map_frames, meta_frames, wanted, location, total, entries, whole,

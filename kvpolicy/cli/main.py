@@ -27,6 +27,8 @@ COMMANDS = {
     "demo": "kvpolicy.cli.demo:demo_command",
     "run": "kvpolicy.cli.run:run_command",
     "compare": "kvpolicy.cli.compare:compare_command",
+    "record": "kvpolicy.cli.record:record_command",
+    "oracle": "kvpolicy.cli.oracle:oracle_command",
     "new": "kvpolicy.cli.new:app",
     "list": "kvpolicy.cli.listing:list_command",
     "info": "kvpolicy.cli.info:info_command",
@@ -34,7 +36,7 @@ COMMANDS = {
 """Command name -> module:function, in the order of the help."""
 
 LATER = (
-    *("bench", "record", "calibrate", "twin-gap", "check", "dashboard"),
+    *("bench", "calibrate", "twin-gap", "check", "dashboard"),
     *("train", "evaluate", "export", "leaderboard", "serve", "load"),
 )
 """Names that are kept for commands of a later version."""

@@ -42,7 +42,7 @@ def check_output(path: Path | None) -> None:
 
 def json_text(value: Any) -> str:
     """JSON in ASCII with a final newline; numbers that JSON cannot say become null."""
-    return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
+    return json.dumps(finite(value), indent=2, allow_nan=False) + "\n"
 
 
 def emit_json(value: Any, to_stdout: bool, path: Path | None) -> None:
@@ -190,11 +190,12 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(aligned) + "\n"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same with None for numbers that JSON cannot say."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

@@ -18,6 +18,7 @@ from kvpolicy.engine.executor import Executor, Launched
 from kvpolicy.engine.handle import RequestHandle, TokenStream
 from kvpolicy.engine.loop import ControlLoop, LoadView
 from kvpolicy.engine.metrics import Metrics, Progress, Sample
+from kvpolicy.engine.observer import StepObserver
 from kvpolicy.engine.prompt import Prompt, token_ids
 from kvpolicy.engine.reload import RunTimeChanges, changes, read
 from kvpolicy.engine.request import Request, RequestOutput, State
@@ -74,6 +75,7 @@ class Engine:
         self._runs_ahead = self.executor.runs_ahead and self.config.clock == "wall"
         self._launched: Launched | None = None
         self.residents = Residents(self.memory, self.scheduler, self.control, self.totals)
+        self.observer: StepObserver | None = None
         self._next_id = 0
         self.clock = Clock(self.config.clock)
         self._closed = False
@@ -212,7 +214,7 @@ class Engine:
         started = time.perf_counter()
         self._expire()
         decided = self.control.is_due(self.steps)
-        if decided:
+        if decided and not self._runs_ahead:
             self.control.step(self.memory, self._load())
         self.residents.admit(self.steps)
         self.residents.grow(self.steps)
@@ -220,8 +222,12 @@ class Engine:
         if not batch and self._launched is None:
             return False
         launched = self.executor.launch(batch, self.steps) if batch else None
+        if self.observer is not None and launched is not None:
+            self.observer(self.steps, batch)
         self.totals.decode_steps += bool(batch.decode)
         if decided and self._runs_ahead:
+            # Behind the launch: the device has two steps to compute while the host decides.
+            self.control.step(self.memory, self._load())
             self.memory.send_counts()
         before, self._launched = self._launched, launched
         self._emit(before)
@@ -364,9 +370,12 @@ class Engine:
         return self.totals.report(self.steps, self.memory, self.control, self.model.weight_bytes)
 
     def record(self) -> dict[str, Any]:
-        """The run record: config, backend, versions, commit, machine, command."""
+        """The run record: config, backend, versions, commit, machine, command, and the rates of the link to
+        host memory (None on a CPU)."""
         config = self.config.model_dump(by_alias=True)
-        return run_record(config, str(self.device), self.model.backend)
+        rates = self.memory.link
+        link = None if rates is None else rates.as_dict()
+        return {**run_record(config, str(self.device), self.model.backend), "link": link}
 
     # --- life ------------------------------------------------------------------------------------
 

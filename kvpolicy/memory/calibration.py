@@ -102,5 +102,5 @@ def _median(call: Callable[[], None]) -> float:
         call()
         end.record()
         end.synchronize()
-        found.append(begin.elapsed_time(end) / 1e3)
+        found.append(float(begin.elapsed_time(end)) / 1e3)
     return statistics.median(found)

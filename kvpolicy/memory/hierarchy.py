@@ -14,6 +14,7 @@ from kvpolicy.kernels.memory_ops import MemoryOps, memory_ops
 from kvpolicy.memory import accounting
 from kvpolicy.memory.accounting import Reserve
 from kvpolicy.memory.arena import Arena
+from kvpolicy.memory.calibration import calibrate
 from kvpolicy.memory.commit import Accepted, Committer
 from kvpolicy.memory.counters import Counted, MemoryCounters
 from kvpolicy.memory.cuts import Cut, Holding, cuts_for, cuts_of_full
@@ -25,7 +26,7 @@ from kvpolicy.memory.request import GROWTH_TOKENS, RequestMemory
 from kvpolicy.memory.rule import CacheRule
 from kvpolicy.memory.segments import Segment
 from kvpolicy.memory.step import StepMemory
-from kvpolicy.memory.tables import make_tables
+from kvpolicy.memory.tables import SharedTables, make_tables
 from kvpolicy.memory.usage import MemoryUsage, all_floors, measure
 
 
@@ -39,7 +40,7 @@ class Hierarchy:
 
     device_bytes, host_bytes: capacity of the two tiers. reserve: staging, in-flight rows and seats.
     floor_rows: hot rows per request and store that no budget goes below. ops: the kernels, None for
-    plain torch. poison: see Arena.
+    plain torch. poison: see Arena. link: how fast rows come from the host, None where that is not measured.
     """
 
     def __init__(
@@ -70,12 +71,19 @@ class Hierarchy:
         self._check_fixed(device_bytes)
         self.arena = Arena(device_bytes, layout.frame_bytes, device, poison)
         self.host = HostPool(host_bytes, layout, pinned=device.type == "cuda")
+        self.link = calibrate(self.host.words, self.ops, device)
         self.requests: dict[int, RequestMemory] = {}
         self.suspended: dict[int, RequestMemory] = {}
         self._seats = list(range(reserve.seats))  # a heap: the lowest free seat first
         staging = accounting.staging_frames(layout, reserve)
         self._tables = make_tables(
-            layout, self.arena, staging, reserve.staging_rows, reserve.inflight_rows, reserve.seats
+            layout,
+            self.arena,
+            staging,
+            reserve.staging_rows,
+            reserve.inflight_rows,
+            reserve.seats,
+            self.ops,
         )
         shared = self._tables
         self._stores = tuple(
@@ -94,6 +102,11 @@ class Hierarchy:
                 f"in-flight rows ({self.reserve.inflight_rows}) alone take "
                 f"{_mib(self._shared * self.layout.frame_bytes)} MiB",
             )
+
+    @property
+    def tables(self) -> SharedTables:
+        """The device tables of all seats."""
+        return self._tables
 
     # --- admission -------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvpolicy.kernels.eviction import RULES
-from kvpolicy.kernels.triton import copy, fused_retrieval, publish, resolve, retrieve
+from kvpolicy.kernels.triton import copy, fused_retrieval, publish, resolve, retrieve, union
 from kvpolicy.kernels.triton.eviction import device_key
 
 INT32, INT64, BYTE = "*i32", "*i64", "*u8"
@@ -91,19 +91,38 @@ def resolves() -> None:
         **PER,
         **RECORD,
     }
-    decode |= {"PIECES": 128, "ROWS": 4, "COPIERS": 32, "WAIT": True, "MOST": 2}
+    decode |= {
+        "PIECES": 128,
+        "ROWS": 4,
+        "COPIERS": 32,
+        "WAIT": True,
+        "MOST": 2,
+        "EXTRA": 32,
+        "NEAR": True,
+        "EARLY": True,
+    }
     decode |= {f"KEY_{name}": value for name, value in KEYS.items()}
     for rule in (RULES["clock"], RULES["fifo"], WIDE):
         each = decode | {"TOUCH": rule.touch, "KEY": device_key(rule), "LAZY": rule.lazy}
         for parts, block, warps in ((1, 1024, 8), (8, 256, 4)):
-            cut = each | {"PARTS": parts, "BLOCK": block, "DECODE": True}
+            cut = each | {"PARTS": parts, "BLOCK": block, "DECODE": True, "TILE": 1024}
             steps(f"resolve {rule.name} {parts}", resolve._resolve, cut, warps)
             steps(f"fused {rule.name} {parts}", fused_retrieval._fused, cut, warps)
-        waves = each | {"PARTS": 1, "BLOCK": resolve.BLOCK, "DECODE": False}
+        full = each | {"PARTS": 4, "BLOCK": 512, "DECODE": True, "TILE": 1024, "RESIDENT": True}
+        steps(f"resident {rule.name}", resolve._resolve, full, 4)
+        waves = each | {
+            "PARTS": 1,
+            "BLOCK": resolve.BLOCK,
+            "DECODE": False,
+            "TILE": resolve.TILE,
+            "NEAR": False,
+        }
         steps(f"resolve {rule.name}", resolve._resolve, waves, resolve.WARPS)
         steps(
             f"publish {rule.name}", publish._publish, each | {"BLOCK": publish.BLOCK}, publish.WARPS
         )
+        several = each | {"Q": 4, "BLOCK": union.BLOCK}
+        steps(f"union {rule.name}", union._resolve_union, several, union.WARPS)
     steps("fetch", retrieve._fetch, decode, 4)
 
 

@@ -26,9 +26,10 @@ class Sizes:
 
 
 def make_store(
-    seats: list[Seat], sizes: Sizes, rng: np.random.Generator, shape: Shape = Shape()
+    seats: list[Seat], sizes: Sizes, rng: np.random.Generator, shape: Shape | None = None
 ) -> tuple[Tensor, StoreMemory]:
     """The arena and a store in it, on the CPU: frames scattered at random, noise everywhere."""
+    shape = shape or Shape()
     areas = [Seat(1, sizes.staging, full=True), Seat(1, sizes.inflight, full=True)]
     arena, tables = make_tables([*seats, *areas], rng, shape)
     words = shape.layers * shape.width
