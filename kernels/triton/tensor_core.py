@@ -231,7 +231,9 @@ def _product_kernel(
     if ADD:
         total += tl.load(residual + at, mask=inside, other=0.0)
     if WHOLE:
-        out_tile.store([first_row, head * out_head + first_column], total.to(out.dtype.element_ty).T)
+        out_tile.store(
+            [first_row, head * out_head + first_column], total.to(out.dtype.element_ty).T
+        )
     else:
         tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 

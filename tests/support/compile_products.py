@@ -20,7 +20,13 @@ POINTERS = {"residual": "*fp32", "out": "*bf16", "partial": "*fp32", "arrived": 
 def ptx(tile: Tile, **form: object) -> str:
     """PTX of one form; sizes and strides are multiples of 16, as a model's are."""
     names = _product_kernel.arg_names
-    constants = {"COLUMNS": tile.columns, "ROWS": tile.rows, "INNER": tile.inner, "EVEN": True, **form}
+    constants = {
+        "COLUMNS": tile.columns,
+        "ROWS": tile.rows,
+        "INNER": tile.inner,
+        "EVEN": True,
+        **form,
+    }
     types = dict.fromkeys(names, "i32") | POINTERS | dict.fromkeys(constants, "constexpr")
     types["x"] = f"tensordesc<bf16[{tile.rows}, {tile.inner}]>"
     types["out_tile"] = f"tensordesc<bf16[{tile.rows}, {tile.columns}]>"
@@ -70,7 +76,9 @@ def products() -> None:
             if (tile, gated) in done:
                 continue
             done.add((tile, gated))
-            form = {"RANGES": 3, "SPREAD": tile.spread} if ranges else {"RANGES": 1, "SPREAD": False}
+            form = (
+                {"RANGES": 3, "SPREAD": tile.spread} if ranges else {"RANGES": 1, "SPREAD": False}
+            )
             whole = tile.whole and not form["SPREAD"]
             text = ptx(tile, GATED=gated, ADD=kind == "few", WHOLE=whole, **form)
             found = {
