@@ -245,7 +245,9 @@ def _attend_fp8(
         offset = tl.load(offsets + start + tl.arange(0, ROWS))
         there = offset >= 0
         code = tl.load(
-            codes + offset[:, None, None] * UNIT + (group[None, :, None] * GROUP + inner[None, None, :]),
+            codes
+            + offset[:, None, None] * UNIT
+            + (group[None, :, None] * GROUP + inner[None, None, :]),
             mask=there[:, None, None],
             other=0.0,
         )
