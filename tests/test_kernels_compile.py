@@ -1,4 +1,4 @@
-"""Kernels compile for sm_90, on a machine that needs no GPU, and to the intended accesses and instructions."""
+"""Kernels compile for sm_90, on a machine that needs no GPU, to the intended accesses and instructions."""
 
 from __future__ import annotations
 
