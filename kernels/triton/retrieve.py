@@ -186,11 +186,12 @@ def fetch_lists(store: StoreMemory, lists: Lists, shape: Shape) -> None:
 
 
 # Most pieces, and for so many: programs per piece, warps and tile of resolve; programs and warps of fetch.
-# us on one H200 (top-k 2048, 4096 slots, records of 2624 bytes, in a CUDA graph; resolve when all hit, then
-# resolve + fetch with 14 % missing: in two launches, in one): batch 1: 3.9, 28.7, 29.2; 16: 5.3, 254, 256;
-# 128: 11.3, 1936, 1938. So one launch for both wins nowhere. Two parts at 128: 11.7, and 22 instead of 19 with
-# misses. Fetch at 128: 48 programs x 4 warps 1936, 16 x 16 warps 1939, 24 x 4 2369; the smaller grid leaves the
-# other SMs to what runs beside it. Records of 1152 bytes at 128: 883 (16 x 16 warps, 16 at a time) to 936.
+# us on one H200 (top-k 2048, 4096 slots, records of 2624 bytes, in a CUDA graph; resolve when all hit,
+# then resolve + fetch with 14 % missing: in two launches, in one): batch 1: 3.9, 28.7, 29.2; 16: 5.3, 254,
+# 256; 128: 11.3, 1936, 1938. So one launch for both wins nowhere. Two parts at 128: 11.7, and 22 instead
+# of 19 with misses. Fetch at 128: 48 programs x 4 warps 1936, 16 x 16 warps 1939, 24 x 4 2369; the smaller
+# grid leaves the other SMs to what runs beside it. Records of 1152 bytes at 128: 883 (16 x 16 warps, 16 at
+# a time) to 936.
 # Launching fetch early (programmatic dependent launch) cost 0.2.
 CUTS = (
     (24, 8, 8, 512, 132, 4),

@@ -108,10 +108,10 @@ def prepared(options: DecodeOptions, controller: str) -> Prepared:
     if (options.device_kv_mib is None) != (options.host_kv_mib is None):
         raise UserError("--device-kv-mib and --host-kv-mib go together")
     from kvpolicy.bench.load import Load
-    from kvpolicy.engine.parts import load, pick_device
+    from kvpolicy.engine import parts
 
     named = {"device": options.device, "backend": options.backend, "dtype": options.dtype}
-    place = pick_device(EngineConfig(**{k: v for k, v in named.items() if v is not None}).device)
+    place = parts.pick_device(EngineConfig(**{k: v for k, v in named.items() if v is not None}).device)
     large = place.type == "cuda"
     levels = whole_numbers(options.concurrency or ("1,16,64" if large else "1,4"), "--concurrency")
     prompt = options.prompt_tokens or (4096 if large else 512)
@@ -133,7 +133,7 @@ def prepared(options: DecodeOptions, controller: str) -> Prepared:
         max_concurrency=levels[-1],
         prefill_chunk=chunk,
     )
-    model = load(config, place)
+    model = parts.load(config, place)
     if load.tokens > model.geometry.max_context:
         raise UserError(
             f"--prompt-tokens {load.prompt}: with --warm {load.warm} and --steps {load.steps} a request "

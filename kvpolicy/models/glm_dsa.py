@@ -223,10 +223,11 @@ class GlmDsa:
         def noise(*shape: int) -> Tensor:
             return torch.randn(shape, generator=g).to(self.device)
 
-        x, view = noise(rows, cfg.hidden)[order], noise(topk, 16, cfg.kv_rank + cfg.rope)
+        x = noise(rows, cfg.hidden)[order]
+        view = noise(topk, 16, cfg.kv_rank + cfg.rope).to(ops.dtype)
         locations = torch.randint(topk * 16, (rows, topk), generator=g).to(self.device)[order]
         pages = KeyPages(
-            noise(-(-keys // 16), 16, cfg.index_dim),
+            noise(-(-keys // 16), 16, cfg.index_dim).to(ops.dtype),
             torch.arange(-(-keys // 16), device=self.device)[None],
         )
         valid, at = torch.ones_like(locations, dtype=torch.bool), order % cfg.max_positions
