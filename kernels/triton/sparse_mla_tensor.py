@@ -54,7 +54,7 @@ def choose_shape(heads: int, k: int) -> Shape:
     # and the next is asked for only after the last product (5 us a tile, seen on an H200).
     # More parts help a batch of 1 and cost one of 128, whose partial sums go through memory: with tiles
     # of 64 rows, bf16 and 64 heads, it took 172 / 93 / 50 / 30 us for one row in 1 / 2 / 4 / 8
-    # parts, and 183 / 213 / 239 / 282 us for 128 rows. Tiles of 32 rows are checked there, not timed.
+    # parts, and 183 / 213 / 239 / 282 us for 128 rows. The form here is checked there, not timed.
     parts = min(4, blocks(k, 32))
     if heads <= 16:  # 16 heads fit mma.sync; wgmma takes 64
         return Shape(rows=32, parts=parts, warps=4, stages=5, heads=16)
