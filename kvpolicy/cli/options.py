@@ -212,7 +212,7 @@ class Options:
         _option("--dtype", _ENGINE, "Weights and arithmetic.", "float32|bfloat16"),
     ] = None
     kv_dtype: Annotated[
-        str | None, _option("--kv-dtype", _ENGINE, "Format of KV rows.", "float32|bf16")
+        str | None, _option("--kv-dtype", _ENGINE, "Format of KV rows.", "float32|bf16|fp8")
     ] = None
     max_concurrency: Annotated[
         int | None, _option("--max-concurrency", _ENGINE, "Most requests at a time.", "N")

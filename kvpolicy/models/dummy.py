@@ -63,7 +63,7 @@ class Dimensions:
 DIMENSIONS: Mapping[str, Dimensions] = {
     # Hugging Face config.json of GLM-5.3 (glm_moe_dsa).
     "glm-5.3": Dimensions(2048, 512, 192, 256, experts=256, chosen=8, shared=1, expert_width=2048),
-    "micro-glm": Dimensions(32, 32, 16, 16, experts=8, chosen=2, shared=1, expert_width=16),
+    "micro-glm": Dimensions(32, 128, 16, 16, experts=8, chosen=2, shared=1, expert_width=16),
 }
 """By preset. Its rotary base and epsilon do not matter for speed: GLM-5's are used."""
 _HIDDEN = frozenset({"micro-glm"})
