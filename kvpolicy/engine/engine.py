@@ -214,7 +214,7 @@ class Engine:
         started = time.perf_counter()
         self._expire()
         decided = self.control.is_due(self.steps)
-        if decided:
+        if decided and not self._runs_ahead:
             self.control.step(self.memory, self._load())
         self.residents.admit(self.steps)
         self.residents.grow(self.steps)
@@ -226,6 +226,8 @@ class Engine:
             self.observer(self.steps, batch)
         self.totals.decode_steps += bool(batch.decode)
         if decided and self._runs_ahead:
+            # Behind the launch: the device has two steps to compute while the host decides.
+            self.control.step(self.memory, self._load())
             self.memory.send_counts()
         before, self._launched = self._launched, launched
         self._emit(before)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from kvpolicy.engine.sampler import DeviceSampler
 from kvpolicy.engine.scheduler import Batch, Rows
 from kvpolicy.kernels.paging import upload
 from kvpolicy.memory.hierarchy import Hierarchy
+from kvpolicy.memory.transfer import ToHost
 from kvpolicy.models.loader import DecodeModel
 from kvpolicy.sampling import choose_token
 
@@ -31,18 +31,19 @@ class _Emitted:
 
     requests: tuple[Request, ...]
     seats: list[int]
-    logits: Tensor
-    found: Tensor | None
+    logits: ToHost
+    found: ToHost | None
 
     def read(self) -> Iterator[Token]:
-        rows = self.logits.numpy()
+        found = None if self.found is None else self.found.read().tolist()
+        rows = self.logits.read().numpy()
         for i, request in enumerate(self.requests):
-            yield request, self._token(request, i, rows[i]), rows[i]
+            seat = None if found is None else found[self.seats[i]]
+            yield request, self._token(request, seat, rows[i]), rows[i]
 
-    def _token(self, request: Request, i: int, row: Logits) -> int | None:
-        if self.found is not None:
-            token, finite = self.found[self.seats[i]].tolist()
-            return token if finite else None
+    def _token(self, request: Request, found: list[int] | None, row: Logits) -> int | None:
+        if found is not None:
+            return found[0] if found[1] else None
         if not np.isfinite(row).all():
             return None
         return choose_token(row, request.params, len(request.prompt) + len(request.tokens))
@@ -53,19 +54,12 @@ class Launched:
 
     def __init__(self) -> None:
         self._emitted: list[_Emitted] = []
-        self._done: torch.cuda.Event | None = None
 
     def add(self, emitted: _Emitted) -> None:
         self._emitted.append(emitted)
 
-    def seal(self, event: torch.cuda.Event | None) -> None:
-        """Nothing more comes; the event follows the last copy."""
-        self._done = event
-
     def tokens(self) -> Iterator[Token]:
         """Wait for the step; what it decided."""
-        if self._done is not None:
-            self._done.synchronize()
         for emitted in self._emitted:
             yield from emitted.read()
 
@@ -112,11 +106,6 @@ class Executor:
             self._host_step(Rows.of(rest), step, launched)
         for request, count in (*((r, 1) for r in decode), *batch.prompts):
             request.advance(count)
-        event = None
-        if self._device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-        launched.seal(event)
         return launched
 
     def _seat(self, requests: Sequence[Request]) -> None:
@@ -146,13 +135,5 @@ class Executor:
     def _emit(self, requests: tuple[Request, ...], logits: Tensor) -> _Emitted:
         """Send tokens and logits on their way to the host."""
         seats = [self.memory.requests[request.id].seat for request in requests]
-        found = None if self.sampler is None else _to_host(self.sampler.found)
-        return _Emitted(requests, seats, _to_host(logits), found)
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy that the device writes behind what it has been told so far; complete after an event."""
-    if tensor.device.type != "cuda":
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+        found = None if self.sampler is None else ToHost(self.sampler.found)
+        return _Emitted(requests, seats, ToHost(logits), found)

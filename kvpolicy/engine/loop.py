@@ -212,7 +212,7 @@ class ControlLoop:
         )
         observation = self._observe(now, memory, load, counted)
         if self._follower is not None:
-            curves = self._follower.curves(memory, observation.requests)
+            curves = self._follower.curves(memory, observation.requests, load.late)
             observation = replace(observation, curves=curves)
         self._base, self._due = now, False
         memory.set_budgets(self.decider.decide(observation).projected.budgets)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from kvpolicy.memory.transfer import ToHost
+
 
 @dataclass(slots=True)
 class RetrievalCounters:
@@ -72,22 +74,15 @@ class _Snapshot:
 
     def __init__(self, table: Tensor, seats: int, seat_of: Mapping[int, int]) -> None:
         self._seats, self._seat_of = seats, dict(seat_of)
-        self._table, self._done = table, None
-        if table.device.type == "cuda":
-            self._table = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
-            self._table.copy_(table, non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record()
+        self._table = ToHost(table)
 
     @property
     def ready(self) -> bool:
-        return self._done is None or self._done.query()
+        return self._table.ready
 
     def read(self) -> Counted:
         """Waits until it is ready."""
-        if self._done is not None:
-            self._done.synchronize()
-        live, seats = self._table, self._seats
+        live, seats = self._table.read(), self._seats
         totals = live[: 2 * seats].view(2, seats, WIDTH).sum(1) + live[2 * seats :]
         decode, prefill = (RetrievalCounters(*row) for row in totals.tolist())
         own = {

@@ -77,7 +77,13 @@ class Hierarchy:
         self._seats = list(range(reserve.seats))  # a heap: the lowest free seat first
         staging = accounting.staging_frames(layout, reserve)
         self._tables = make_tables(
-            layout, self.arena, staging, reserve.staging_rows, reserve.inflight_rows, reserve.seats
+            layout,
+            self.arena,
+            staging,
+            reserve.staging_rows,
+            reserve.inflight_rows,
+            reserve.seats,
+            self.ops,
         )
         shared = self._tables
         self._stores = tuple(

@@ -116,36 +116,35 @@ class HotCache:
         self._frames.require(needed, self._rows.owner)
         self._rows.resize(rows)
         self._meta.resize(rows)
-        fresh = arange(rows, self.device)[old:]
-        self._set_meta(fresh, torch.full_like(fresh, ABSENT), torch.zeros_like(fresh))
         self._set_form(rows, full=False)
         self._tables.cache.hand[self._seat].fill_(old)
 
     def _shrink(self, rows: int) -> None:
-        """Keep the most recently used rows; those beyond the new end move into freed slots."""
+        """Keep the most recently used rows; those beyond the new end move into freed slots. Which they
+        are only the device knows, and nothing waits for it."""
+        cache, put = self._tables.cache, self._tables.ops.put
         slots = arange(self.capacity, self.device)
-        entry, stamp = self._column(ENTRY).get(slots).long(), self._column(STAMP).get(slots)
-        held = slots[entry != ABSENT]
-        order = torch.sort(stamp[held], stable=True, descending=True).indices
-        keep, drop = held[order[:rows]], held[order[rows:]]
-        dropped = entry[drop]
-        self._map.paged.put(dropped, torch.full_like(dropped, ABSENT))
-        occupied = torch.zeros(self.capacity, dtype=torch.bool, device=self.device)
-        occupied[keep] = True
-        movers = keep[keep >= rows].sort().values
-        homes = slots[:rows][~occupied[:rows]]
-        targets, empty = homes[: movers.numel()], homes[movers.numel() :]
-        if movers.numel():
-            self._rows.paged.put(targets, self._rows.paged.get(movers))
-            self._set_meta(targets, entry[movers], stamp[movers])
-            self._map.paged.put(entry[movers], targets)
-        self._set_meta(empty, torch.full_like(empty, ABSENT), torch.zeros_like(empty))
+        meta = self._meta.paged.get(slots)
+        taken = slots < cache.used[self._seat]
+        entry, age = meta[:, ENTRY].long(), -meta[:, STAMP].long()
+        oldest = torch.where(taken, age, torch.iinfo(torch.int64).max)
+        rank = torch.empty_like(slots)
+        rank[torch.argsort(oldest, stable=True)] = slots
+        keep = taken & (rank < rows)
+        target = _homes(keep, rows)
+        moves = target >= 0
+        changed = (taken & ~keep) | moves
+        place = self._map.paged.locate(torch.where(taken, entry, 0))
+        put(cache.maps[..., None], torch.where(changed, place, -1), target.int()[:, None])
+        put(cache.meta, torch.where(moves, self._meta.paged.locate(target), -1), meta)
+        where = torch.where(moves, self.locate(target), -1)
+        self._tables.ops.arena_to_arena(cache.records, self.locate(slots), where)
         self._rows.resize(rows)
         self._meta.resize(rows)
         self._set_form(rows, full=False)
-        self._tables.cache.used[self._seat].clamp_(max=rows)
+        cache.used[self._seat].clamp_(max=rows)
         if rows:
-            self._tables.cache.hand[self._seat].remainder_(rows)
+            cache.hand[self._seat].remainder_(rows)
 
     def _become_full(self, committed: int, load: Load) -> None:
         """Promotion: all rows come from the host into place. The map is left absent, unused."""
@@ -181,9 +180,7 @@ class HotCache:
     def seed(self, entries: Tensor, load: Load, step: int) -> None:
         """Make ``entries`` (distinct, at most ``capacity``) the content of a mapped cache."""
         self._clear_map(0)
-        every = arange(self.capacity, self.device)
-        self._set_meta(every, torch.full_like(every, ABSENT), torch.zeros_like(every))
-        slots = every[: entries.numel()]
+        slots = arange(entries.numel(), self.device)
         self._tables.cache.used[self._seat].fill_(entries.numel())
         self._place(entries, slots, torch.full_like(slots, stamp_of(step, hit=False)))
         load(entries, self.locate(slots))
@@ -264,15 +261,25 @@ class HotCache:
         if entries.numel() and int(entries[-1]) >= committed:
             raise IntegrityError(f"{where}: entry {int(entries[-1])} is hot before it is committed")
         slots = arange(self.capacity, self.device)
+        held = slots[: int(tables.used[seat])]
         entry_of = self._column(ENTRY).get(slots).long()
-        held = slots[entry_of != ABSENT]
-        if not torch.equal(held, slots[: int(tables.used[seat])]):
-            raise IntegrityError(f"{where}: the slots in use are not the first {len(held)}")
         if not torch.equal(slot_of[entries].sort().values, held):
             raise IntegrityError(f"{where}: map and slots disagree on which slots are taken")
         if not torch.equal(slot_of[entry_of[held]], held):
             raise IntegrityError(f"{where}: slot -> entry -> slot is not the identity")
         return held, entry_of[held]
+
+
+def _homes(keep: Tensor, rows: int) -> Tensor:
+    """Where kept slots from ``rows`` on go: the free ones below, in order. keep: bool [cap], as many below
+    and above. Returns int64 [cap], ABSENT for slots that stay or go."""
+    slots = arange(keep.numel(), keep.device)
+    free = (slots < rows) & ~keep
+    nth = torch.cumsum(free, 0) - 1
+    homes = torch.zeros(keep.numel() + 1, dtype=torch.int64, device=keep.device)
+    homes[torch.where(free, nth, keep.numel())] = slots
+    moves = keep & (slots >= rows)
+    return torch.where(moves, homes[(torch.cumsum(moves, 0) - 1).clamp_min(0)], ABSENT)
 
 
 def keep_order(recent: Tensor | None, committed: int, rows: int, device: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvpolicy.geometry.geometry import Selector
 from kvpolicy.kernels.indexer import KeyPages
+from kvpolicy.kernels.memory_ops import MemoryOps, memory_ops
 from kvpolicy.kernels.resolve import CacheTables
 from kvpolicy.kernels.retrieve import StoreMemory
 from kvpolicy.memory.arena import Arena, Table
@@ -34,6 +35,7 @@ class StoreTables:
         seats: int,
         max_tokens: int,
         selectors: Sequence[Selector] = (),
+        ops: MemoryOps | None = None,
     ) -> None:
         entries = layout.store.entries(max_tokens)
         device = arena.device
@@ -46,6 +48,7 @@ class StoreTables:
             return torch.zeros(seats, dtype=dtype, device=device)
 
         self.layout = layout
+        self.ops = ops or memory_ops("reference")
         self.cache = CacheTables(
             records=arena.view(layout.record),
             maps=arena.view(layout.slot_map),
@@ -136,7 +139,13 @@ class SharedTables:
 
 
 def make_tables(
-    layout: Layout, arena: Arena, staging_frames: int, staging_rows: int, rows: int, seats: int
+    layout: Layout,
+    arena: Arena,
+    staging_frames: int,
+    staging_rows: int,
+    rows: int,
+    seats: int,
+    ops: MemoryOps,
 ) -> SharedTables:
     """Allocate what all steps share. Staging frames serve one table per store: only one of them is
     in use at a time. rows: of one step."""
@@ -151,7 +160,7 @@ def make_tables(
         flying.append(table)
     count, most = len(layout.stores), layout.geometry.max_context
     stores = tuple(
-        StoreTables(arena, store, seats, most, layout.geometry.selectors_of(store.store.name))
+        StoreTables(arena, store, seats, most, layout.geometry.selectors_of(store.store.name), ops)
         for store in layout.stores
     )
     return SharedTables(staging, tuple(flying[:count]), tuple(flying[count:]), stores)
