@@ -100,6 +100,11 @@ class DecodeStep:
         """Which row of ``key_pages`` every row reads, its seat (padding reads another's): int64 [n]."""
         return self._reads
 
+    @property
+    def request_numbers(self) -> Tensor:
+        """Number of the request of every row (of padding any): int64 [n]."""
+        return self.tables.requests[self._numbers.seat]
+
     # --- rows and keys of this step --------------------------------------------------------------
 
     def write_rows(self, layer: int, rows: Tensor) -> None:

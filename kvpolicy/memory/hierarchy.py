@@ -19,6 +19,7 @@ from kvpolicy.memory.commit import Accepted, Committer
 from kvpolicy.memory.counters import Counted, MemoryCounters
 from kvpolicy.memory.cuts import Cut, Holding, cuts_for, cuts_of_full
 from kvpolicy.memory.decode import DecodeInputs, DecodeStep
+from kvpolicy.memory.dummy_context import DummyContexts
 from kvpolicy.memory.host_pool import HostPool
 from kvpolicy.memory.hot_cache import Load, keep_order
 from kvpolicy.memory.layout import Layout, StoreLayout
@@ -92,6 +93,7 @@ class Hierarchy:
                 shared.stores, shared.staging, shared.inflight, strict=True
             )
         )
+        self._contexts = DummyContexts(layout)
         self._committer = Committer(self.host, self.ops, self.counters, device)
 
     def _check_fixed(self, device_bytes: int) -> None:
@@ -148,11 +150,17 @@ class Hierarchy:
         return min(max_tokens, -(-tokens // GROWTH_TOKENS) * GROWTH_TOKENS)
 
     def admit(
-        self, request_id: int, max_tokens: int, rows: Sequence[int], tokens: int | None = None
+        self,
+        request_id: int,
+        max_tokens: int,
+        rows: Sequence[int],
+        tokens: int | None = None,
+        context: int = 0,
     ) -> None:
         """Reserve host memory for ``max_tokens``, and a seat with index, map and first hot rows for
         ``tokens`` tokens (None: all of them); all or nothing. A preempted request comes back with
-        everything it had committed.
+        everything it had committed; a new one with ``context`` tokens that nobody computed, see
+        DummyContexts.
 
         Raises CapacityError (naming the tier) and changes nothing if it does not fit now.
         """
@@ -167,6 +175,7 @@ class Hierarchy:
         request = self.suspended.pop(request_id, None)
         if request is None:
             request = RequestMemory(request_id, max_tokens, self.layout, self.host)
+            self._make_context(request, context)
         request.place(self.arena, self._tables, heapq.heappop(self._seats), tokens)
         self.requests[request_id] = request
         self._restore(request)
@@ -174,8 +183,17 @@ class Hierarchy:
             self._resize_store(request, store, wanted)
         self._warm(request)
 
+    def _make_context(self, request: RequestMemory, tokens: int) -> None:
+        """Give a new request a history of so many tokens."""
+        if not tokens:
+            return
+        if self.arena.device.type == "cuda":
+            torch.cuda.synchronize()  # a step that is still running may write to who was there before
+        self._contexts.fill(request.region, tokens, request.request_id)
+        request.committed = tokens
+
     def _restore(self, request: RequestMemory) -> None:
-        """Bring back what a preempted request needs on the device besides hot rows."""
+        """Bring to the device what a request with a history needs there besides hot rows."""
         for store in self.layout.stores:
             entries = torch.arange(request.committed_entries(store.index), device=self.arena.device)
             if not entries.numel():

@@ -82,6 +82,11 @@ class StepMemory:
         """Which row of ``key_pages`` every row reads, its request's seat: int64 [n]."""
         return self.numbers.seat
 
+    @property
+    def request_numbers(self) -> Tensor:
+        """Number of the request of every row: int64 [n]."""
+        return self.tables.requests[self.numbers.seat]
+
     # --- rows and keys of this step --------------------------------------------------------------
 
     def write_rows(self, layer: int, rows: Tensor) -> None:

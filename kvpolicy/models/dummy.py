@@ -76,6 +76,8 @@ class DummyWeights:
     depend on seed, device and name, not on the layers asked for. UserError where there is no such slice.
     """
 
+    dummy = True
+
     def __init__(
         self,
         model: str,
