@@ -22,10 +22,10 @@ CONTEXT = 90
 BACKENDS = ["reference", pytest.param("triton", marks=pytest.mark.interpreter)]
 
 
-def micro(backend: str, selection: str = "model", dtype: torch.dtype = torch.bfloat16) -> GlmDsa:
-    weights = DummyWeights("micro-glm", CPU, dtype, 4, vocab=256)
+def micro(backend: str, selection: str = "model") -> GlmDsa:
+    weights = DummyWeights("micro-glm", CPU, torch.bfloat16, 4, vocab=256)
     source = make_source(selection, weights.geometry, CPU, backend)
-    return GlmDsa(weights, CPU, "micro-glm", backend, dtype, source)
+    return GlmDsa(weights, CPU, "micro-glm", backend, torch.bfloat16, source)
 
 
 @pytest.fixture(params=BACKENDS, scope="module")
@@ -76,20 +76,21 @@ def test_geometries_without_such_rows_say_what_is_allowed(name: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_a_model_computes_is_stored_in_8_bits(backend: str) -> None:
-    """The same rows in bf16 and in fp8: the host has the record of each."""
+    """The first layer's rows and keys, of a prompt and of a decode step, in float32 and in 8 bits."""
     model = micro(backend)
-    with make(model, max_concurrency=1, kv_dtype="float32") as wide, make(model) as narrow:
+    with make(model, kv_dtype="float32") as wide, make(model) as narrow:
         regions = []
         for engine in (wide, narrow):
-            handle = engine.submit(b"some bytes", SamplingParams(max_new_tokens=2))
-            while not handle.done and not engine.memory.requests:
+            engine.submit(b"bytes", SamplingParams(max_new_tokens=9))
+            while engine.steps < 2:
                 engine.step()
-            engine.step()
             regions.append(engine.memory.requests[0].region)
-        exact, records = (region.rows[0][:10, 0] for region in regions)
+        wide_one, narrow_one = regions
+        # The second token may differ: the prompt's later layers read rows of other precision.
+        exact, records = wide_one.rows[0][:5, 0], narrow_one.rows[0][:5, 0]
         assert torch.equal(fp8.quantize_rows(exact, 128), records)
-        exact, records = (region.keys[0][:10] for region in regions)
-        assert torch.equal(fp8.quantize_keys(exact), records)
+        assert torch.equal(fp8.quantize_keys(wide_one.keys[0][:5]), narrow_one.keys[0][:5])
+        assert bool(fp8.dequantize_rows(narrow_one.rows[0][5], 128).any())
 
 
 # --- selections -----------------------------------------------------------------------------------
@@ -129,14 +130,15 @@ def test_a_source_goes_with_dummy_weights() -> None:
         Engine(EngineConfig(device="cpu", selection="process"))
 
 
-def test_a_recording_decodes() -> None:
-    model = micro("reference")
-    weights = DummyWeights("micro-glm", CPU, torch.float32, 4)
+def test_a_recording_is_a_source() -> None:
     with pytest.raises(UserError, match="16 selected entries are no multiple of its 128"):
-        make_source("tiny-dsa-step:context=90", weights.geometry, CPU)
+        make_source("tiny-dsa-step:context=90", preset("micro-glm"), CPU)
     source = make_source("tiny-dsa-step:context=100000", preset("glm-5.3"), CPU)
     assert source is not None and source.name == "recording:tiny-dsa-step.npz"
-    assert model.selection is None
+    selector = preset("glm-5.3").selectors[0]
+    chosen = source.select(selector, torch.tensor([0, 5]), torch.tensor([100_001, 100_001]))
+    assert chosen.shape == (2, 2048) and bool((chosen.diff(dim=1) > 0).all())
+    assert make_source("model", preset("glm-5.3"), CPU) is None
 
 
 # --- histories ------------------------------------------------------------------------------------
@@ -152,7 +154,7 @@ def test_a_history_costs_no_step(model: GlmDsa) -> None:
         one, two = (r.region.rows[0][:CONTEXT] for r in requests[:2])
         values = fp8.dequantize_rows(one, 128)
         assert bool(values.isfinite().all()) and abs(float(values.std()) - 1) < 0.05
-        assert not torch.equal(one, two) and torch.equal(one[97 % 90 :][:0], two[:0])
+        assert not torch.equal(one, two)
         assert engine.progress().prompt_tokens_done == 6
         for handle in handles:
             handle.cancel()
@@ -189,30 +191,28 @@ def test_a_history_longer_than_the_block_repeats_it() -> None:
 # --- the contract ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("kv_dtype", [pytest.param("bf16", marks=pytest.mark.full), "fp8"])
 def test_bits_do_not_depend_on_policy_or_budget(model: GlmDsa, kv_dtype: str) -> None:
     contexts = [CONTEXT, 40, 3]
+    controllers = ["resident", "static:device_buffer_rows=0", "hisparse:device_buffer_rows=20"]
+    if model.backend == "triton":  # a program takes the interpreter 2 ms and more
+        contexts, controllers = contexts[:2], controllers[::2]
     found = []
-    for controller in (
-        "resident",
-        "static:device_buffer_rows=0",
-        "hisparse:device_buffer_rows=20",
-        "adaptive",
-    ):
+    for controller in controllers:
         with make(model, controller, kv_dtype=kv_dtype) as engine:
-            found.append([o.logits_sha256 for o in decode(engine, contexts)])
+            found.append([o.logits_sha256 for o in decode(engine, contexts, tokens=2)])
     assert all(each == found[0] for each in found)
     assert len(set(found[0])) == len(contexts)
 
 
 def test_bits_do_not_depend_on_company_swaps_or_preemption(model: GlmDsa) -> None:
-    """Request 1 alone, and among others in too little memory while the controller changes."""
+    """Request 1 alone, and among others while the controller changes."""
+    params = SamplingParams(max_new_tokens=3)
     with make(model) as engine:
         engine.submit(b"x").cancel()
-        alone = engine.submit(b"ab", SamplingParams(max_new_tokens=6), context=CONTEXT).result()
+        alone = engine.submit(b"ab", params, context=CONTEXT).result()
     with make(model, "hisparse:device_buffer_rows=32", prefill_chunk=3) as engine:
-        params = SamplingParams(max_new_tokens=6)
-        handles = [engine.submit(b"ab", params, context=n) for n in (70, CONTEXT, 20)]
+        handles = [engine.submit(b"ab", params, context=n) for n in (70, CONTEXT)]
         engine.step()
         engine.step()
         engine.set_controller("static:device_buffer_rows=7")
