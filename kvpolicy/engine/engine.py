@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from kvpolicy.config import EngineConfig, SamplingParams
 from kvpolicy.controllers import ControllerLike
 from kvpolicy.engine.clock import Clock
-from kvpolicy.engine.executor import Executor, Launched
+from kvpolicy.engine.executor import Executor, Launched, Logits
 from kvpolicy.engine.handle import RequestHandle, TokenStream
 from kvpolicy.engine.loop import ControlLoop, LoadView
 from kvpolicy.engine.metrics import Metrics, Progress, Sample
 from kvpolicy.engine.observer import StepObserver
+from kvpolicy.engine.parts import finish, load, make_memory, pick_device
 from kvpolicy.engine.prompt import Prompt, token_ids
 from kvpolicy.engine.reload import RunTimeChanges, changes, read
-from kvpolicy.engine.request import Request, RequestOutput, State
+from kvpolicy.engine.request import Request, RequestOutput
 from kvpolicy.engine.residents import Residents
 from kvpolicy.engine.scheduler import Scheduler
 from kvpolicy.errors import UserError, reason
-from kvpolicy.kernels.memory_ops import memory_ops
-from kvpolicy.memory.accounting import Reserve
-from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.layout import Layout
-from kvpolicy.models.loader import DecodeModel, Dummy, load_model
+from kvpolicy.models.loader import DecodeModel
 from kvpolicy.telemetry.record import run_record
 from kvpolicy.telemetry.slo import Slo
-
-MIB = 1 << 20
-log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -50,8 +42,8 @@ class Engine:
         self.config = EngineConfig() if config is None else config
         if not isinstance(self.config, EngineConfig):
             raise UserError(f"config = {config!r}: must be an EngineConfig")
-        self.device = _device(self.config.device)
-        self.model = model or _load(self.config, self.device)
+        self.device = pick_device(self.config.device)
+        self.model = model or load(self.config, self.device)
         self._layout = Layout(self.model.geometry, self.config.kv_dtype)
         self.control = ControlLoop(
             self.config.controller,
@@ -64,7 +56,9 @@ class Engine:
             decision_log=self.config.decision_log,
             isolate=self.config.controller_isolation == "auto",
         )
-        self.memory = self._make_memory()
+        self.memory = make_memory(
+            self.config, self._layout, self.control.rule, self.model.backend, self.device
+        )
         self.scheduler = Scheduler(self.config.max_concurrency, self.config.prefill_chunk)
         self.requests: dict[int, Request] = {}
         self.totals = Metrics()
@@ -80,23 +74,6 @@ class Engine:
         self.clock = Clock(self.config.clock)
         self._closed = False
         self._broken = ""
-
-    def _make_memory(self) -> Hierarchy:
-        config, layout = self.config, self._layout
-        staging = config.staging_rows or config.max_concurrency * layout.topk
-        return Hierarchy(
-            layout,
-            device_bytes=int(config.device_kv_mib * MIB),
-            host_bytes=int(config.host_kv_mib * MIB),
-            reserve=Reserve(
-                staging, config.max_concurrency + config.prefill_chunk, config.max_concurrency
-            ),
-            floor_rows=config.floor_rows,
-            rule=self.control.rule,
-            device=self.device,
-            poison=config.validate_,
-            ops=memory_ops(self.model.backend),
-        )
 
     @property
     def steps(self) -> int:
@@ -157,7 +134,7 @@ class Engine:
         return True
 
     def _cancel(self, request: Request) -> None:
-        if request.state is not State.FINISHED:
+        if not request.finished:
             request.finish("cancelled")
             self._retire(request)
 
@@ -275,12 +252,15 @@ class Engine:
         if launched is None:
             return
         for request, token, row in launched.tokens():
-            if request.state is State.FINISHED:  # cancelled, or ended by the token before
-                continue
-            request.take(token, row)
-            self.totals.generated_tokens += token is not None
-            if request.state is State.FINISHED:
-                self._retire(request)
+            if not request.finished:  # else cancelled, or ended by the token before
+                self._give(request, token, row)
+        self.totals.waited_seconds += launched.waited
+
+    def _give(self, request: Request, token: int | None, row: Logits) -> None:
+        request.take(token, row)
+        self.totals.generated_tokens += token is not None
+        if request.finished:
+            self._retire(request)
 
     def _retire(self, request: Request) -> None:
         self.scheduler.remove(request)
@@ -407,7 +387,7 @@ class Engine:
         finally:
             self.control.close()
             self._launched = None
-            _finish(self.device)
+            finish(self.device)
             self.executor.close()
             self.memory.close()
 
@@ -421,33 +401,3 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _load(config: EngineConfig, device: torch.device) -> DecodeModel:
-    """The model that a config names."""
-    dummy = None
-    if config.dummy_weights:
-        dummy = Dummy(config.layers, config.vocab, config.selection)
-    for name in () if dummy else ("layers", "vocab", "selection"):
-        value = getattr(config, name)
-        if value != EngineConfig.model_fields[name].default:
-            raise UserError(f"{name} = {value}: goes with dummy_weights")
-    return load_model(config.model, device, config.backend, config.dtype, dummy)
-
-
-def _finish(device: torch.device) -> None:
-    """Wait for all kernels: they read and write the pinned host pool in place, which nobody else tracks."""
-    if device.type != "cuda":
-        return
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError as error:  # a device that has failed computes nothing any more
-        log.warning("closing: %s", reason(error))
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("device = 'cuda': no CUDA device is available here; use cpu or auto")
-    return torch.device(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from kvpolicy.engine.scheduler import Batch, Rows
 from kvpolicy.kernels.paging import upload
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.transfer import ToHost
-from kvpolicy.models.loader import DecodeModel
+from kvpolicy.models.loader import DecodeModel, on_device_only
 from kvpolicy.sampling import choose_token
 
 Logits = NDArray[np.float32]
@@ -50,9 +51,11 @@ class _Emitted:
 
 
 class Launched:
-    """A step that has been launched; its tokens can be read once it is done."""
+    """A step that has been launched; its tokens can be read once it is done. waited: seconds that the
+    host waited for the device then."""
 
     def __init__(self) -> None:
+        self.waited = 0.0
         self._emitted: list[_Emitted] = []
 
     def add(self, emitted: _Emitted) -> None:
@@ -61,6 +64,9 @@ class Launched:
     def tokens(self) -> Iterator[Token]:
         """Wait for the step; what it decided."""
         for emitted in self._emitted:
+            start = time.perf_counter()
+            emitted.logits.read()  # it was sent last: then all is there
+            self.waited += time.perf_counter() - start
             yield from emitted.read()
 
 
@@ -77,7 +83,7 @@ class Executor:
         on_device = self._device.type == "cuda" and model.backend == "triton"
         self.sampler = DeviceSampler(seats, self._device) if on_device else None
         self.decoder: Decoder | None = None
-        if getattr(model, "device_only", False):
+        if on_device_only(model):
             capture = graphs and on_device
             self.decoder = Decoder(model, memory, self.sampler, seats, capture)
 

@@ -113,6 +113,11 @@ class Request:
         if self.params.deadline_ms is not None:
             self.expires = self.arrived + self.params.deadline_ms / 1e3
 
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended, however."""
+        return self.state is State.FINISHED
+
     def move(self, state: State) -> None:
         """Change state; IntegrityError on a transition that does not exist."""
         if state not in _NEXT[self.state]:

@@ -42,6 +42,10 @@ class DecodeInputs:
     UNKNOWN. All int64 [size]. step: int64 [1], the engine step.
     """
 
+    seat: Tensor
+    position: Tensor
+    token: Tensor
+
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
         self.table = torch.zeros(3 * size + 1, dtype=torch.int64, device=device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from kvpolicy.errors import UserError
 from kvpolicy.geometry.geometry import Geometry
 from kvpolicy.kernels.backend import BackendError, choose_backend
+from kvpolicy.memory.access import StepAccess
 from kvpolicy.memory.step import StepMemory
 from kvpolicy.models.checkpoint import checkpoint_folder
 from kvpolicy.selection.spec import MODEL, make_source
@@ -43,6 +44,23 @@ class DecodeModel(Protocol):
         needed. Returns float32 [m, vocab].
         """
         ...
+
+
+class DeviceModel(DecodeModel, Protocol):
+    """A model whose step asks the host for no number (``device_only`` is true), so that steps of plain
+    decoding may run on device tensors alone, and as CUDA graphs."""
+
+    @property
+    def device_only(self) -> bool: ...
+
+    def forward(self, tokens: Tensor, memory: StepAccess, wanted: Tensor) -> Tensor:
+        """As :meth:`DecodeModel.forward`."""
+        ...
+
+
+def on_device_only(model: DecodeModel) -> TypeGuard[DeviceModel]:
+    """Whether it says so."""
+    return bool(getattr(model, "device_only", False))
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
