@@ -47,7 +47,7 @@ class _Emitted:
             return found[0] if found[1] else None
         if not np.isfinite(row).all():
             return None
-        return choose_token(row, request.params, len(request.prompt) + len(request.tokens))
+        return choose_token(row, request.params, request.prompt_end + len(request.tokens))
 
 
 class Launched:
