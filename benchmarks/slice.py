@@ -171,7 +171,12 @@ def measure(engine: Engine, clock: Clock, settings: Settings, spec: str) -> dict
         "running": len(engine.scheduler.running),
         **{
             name: after[name] - counters[name]
-            for name in ("controller_fallbacks", "controller_projections", "preemptions", "shortages")
+            for name in (
+                "controller_fallbacks",
+                "controller_projections",
+                "preemptions",
+                "shortages",
+            )
         },
     }
 
@@ -229,7 +234,9 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> dict[str, Any
 
 def line(spec: str, found: dict[str, Any]) -> str:
     """One turn as text."""
-    device = f", device {found['device_ms']:.2f} + {found['gap_ms']:.2f}" if "device_ms" in found else ""
+    device = (
+        f", device {found['device_ms']:.2f} + {found['gap_ms']:.2f}" if "device_ms" in found else ""
+    )
     return (
         f"{spec:36s} {found['tokens_per_s']:9,.0f} tokens/s {found['step_ms']:7.2f} ms{device}, misses "
         f"{found['miss_rate']:6.2%}, {found['fetched_mb_per_step']:7.1f} MB/step, {found['rows']:,.0f} rows, "
