@@ -1,8 +1,8 @@
 """A true-geometry slice under several controllers, side by side in one engine: tokens per second of decoding.
 
-    python -P benchmarks/slice.py --json FILE         # one group of GLM-5.3's layers, 128 x 100K: needs an H200
-    python -P benchmarks/slice.py --model micro-glm --vocab 256 --context 80 --batch 3 --fit-rows 32 --sweep 16,32 \\
-        --device cpu --warm 2 --steps 3               # what CI can run
+    python -P benchmarks/slice.py --json FILE        # one group of GLM-5.3's layers, 128 x 100K, on an H200
+    python -P benchmarks/slice.py --device cpu --model micro-glm --vocab 256 --context 80 --batch 3 \\
+        --fit-rows 32 --sweep 16,32 --warm 2 --steps 3                       # in a second, anywhere
 
 Dummy weights, contexts that nobody computed, selections of ``--selection`` while the indexer does its work
 (docs/selection-sources.md). All requests stay; the controller is swapped under load, WARM steps pass, STEPS
@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ class Clock:
         if not events:
             return {}
         inside = [start.elapsed_time(end) for start, end in events]
-        gaps = [one[1].elapsed_time(two[0]) for one, two in zip(events, events[1:], strict=False)]
+        gaps = [one[1].elapsed_time(two[0]) for one, two in pairwise(events)]
         return {"device_ms": statistics.median(inside), "gap_ms": statistics.median(gaps or [0.0])}
 
 
@@ -171,7 +172,12 @@ def measure(engine: Engine, clock: Clock, settings: Settings, spec: str) -> dict
         "running": len(engine.scheduler.running),
         **{
             name: after[name] - counters[name]
-            for name in ("controller_fallbacks", "controller_projections", "preemptions", "shortages")
+            for name in (
+                "controller_fallbacks",
+                "controller_projections",
+                "preemptions",
+                "shortages",
+            )
         },
     }
 
@@ -229,7 +235,9 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> dict[str, Any
 
 def line(spec: str, found: dict[str, Any]) -> str:
     """One turn as text."""
-    device = f", device {found['device_ms']:.2f} + {found['gap_ms']:.2f}" if "device_ms" in found else ""
+    device = (
+        f", device {found['device_ms']:.2f} + {found['gap_ms']:.2f}" if "device_ms" in found else ""
+    )
     return (
         f"{spec:36s} {found['tokens_per_s']:9,.0f} tokens/s {found['step_ms']:7.2f} ms{device}, misses "
         f"{found['miss_rate']:6.2%}, {found['fetched_mb_per_step']:7.1f} MB/step, {found['rows']:,.0f} rows, "
