@@ -111,7 +111,9 @@ def prepared(options: DecodeOptions, controller: str) -> Prepared:
     from kvpolicy.engine import parts
 
     named = {"device": options.device, "backend": options.backend, "dtype": options.dtype}
-    place = parts.pick_device(EngineConfig(**{k: v for k, v in named.items() if v is not None}).device)
+    place = parts.pick_device(
+        EngineConfig(**{k: v for k, v in named.items() if v is not None}).device
+    )
     large = place.type == "cuda"
     levels = whole_numbers(options.concurrency or ("1,16,64" if large else "1,4"), "--concurrency")
     prompt = options.prompt_tokens or (4096 if large else 512)

@@ -316,8 +316,7 @@ class Engine:
         """How far everything submitted so far is."""
         live, totals = self.requests.values(), self.totals
         return Progress(
-            prompt_tokens_done=totals.ended_prompt_tokens
-            + sum(r.prompt_done for r in live),
+            prompt_tokens_done=totals.ended_prompt_tokens + sum(r.prompt_done for r in live),
             prompt_tokens_total=totals.prompt_tokens,
             generated_tokens=totals.generated_tokens,
             max_new_tokens_total=totals.max_new_tokens,
