@@ -227,14 +227,14 @@ class Bench:
 BEST: dict[int, list[tuple[int, int, int, int]]] = {}
 # Cuts to try: of resolve (parts, block, warps, tile), of fetch (programs, records at a time, warps).
 RESOLVE = {
-    1: [(16, 128, 4, 512), (8, 256, 8, 1024), (16, 128, 8, 1024), (16, 128, 4, 1024)],
-    16: [(8, 256, 8, 512), (8, 256, 8, 1024), (16, 128, 4, 512), (4, 512, 16, 1024)],
-    128: [(1, 2048, 16, 1024), (1, 2048, 8, 1024), (2, 1024, 8, 1024), (1, 2048, 16, 2048)],
+    1: [(8, 256, 8, 512), (8, 256, 8, 1024), (16, 128, 4, 512), (16, 128, 8, 512)],
+    16: [(8, 256, 8, 512), (16, 128, 4, 512), (4, 512, 16, 512)],
+    128: [(1, 2048, 16, 1024), (1, 2048, 16, 512), (2, 1024, 8, 512)],
 }  # fmt: skip
 FETCH = {
-    1: [(132, 4, 4), (288, 1, 4), (144, 2, 4), (72, 4, 8)],
-    16: [(132, 4, 4), (64, 4, 4), (32, 4, 8), (16, 4, 16)],
-    128: [(48, 4, 4), (24, 4, 8), (16, 4, 16), (20, 4, 16)],
+    1: [(132, 4, 4), (72, 4, 8), (36, 8, 8)],
+    16: [(16, 4, 16), (132, 4, 4)],
+    128: [(48, 4, 4), (16, 4, 16)],
 }
 SINGLE = {
     1: [(132, 4, 4), (32, 8, 4), (288, 1, 4)],
@@ -269,11 +269,10 @@ def tell(results: list[dict[str, object]], what: str, case: Case, us: float, sha
     beside = f"sglang {case.sglang}" if case.sglang else ""
     cut = (shape.parts, shape.block, shape.warps, shape.tile)
     fetch = (shape.programs, shape.rows, shape.fetch_warps) if "re" in what else ""
-    flags = ("" if shape.near else " far") + ("" if shape.early else " late")
     miss = f"{case.per_mille / 10:4.1f}%" + (f" runs {case.runs}" if case.runs > 1 else "")
     print(
         f"{what:9} bs {case.batch:3} {case.layers} x {case.row:4} B {case.rows} miss {miss} "
-        f"{us:8.2f} us {rate} {beside} {cut} {fetch}{flags}",
+        f"{us:8.2f} us {rate} {beside} {cut} {fetch}",
         flush=True,
     )
 
@@ -314,7 +313,6 @@ def run(case: Case, host: Tensor, device: torch.device, results: list[dict[str, 
             key=itemgetter(0),
         )
     cut = best[1]
-    attempt(results, "resolve", bench, bench.resolve, replace(cut, near=False))
     BEST[case.batch] = [(cut.parts, cut.block, cut.warps, cut.tile)]
     fetches = FETCH[case.batch] if wide else SINGLE[case.batch]
     if not case.per_mille:
@@ -327,7 +325,6 @@ def run(case: Case, host: Tensor, device: torch.device, results: list[dict[str, 
         attempt(results, "retrieve", bench, bench.retrieve, shape)
         attempt(results, "fused", bench, bench.retrieve, replace(shape, fused=True))
     shape = replace(cut, programs=fetches[0][0], rows=fetches[0][1], fetch_warps=fetches[0][2])
-    attempt(results, "retrieve", bench, bench.retrieve, replace(shape, early=False))
     if case.per_mille:
         bench.check(shape)
         bench.check(replace(shape, fused=True))

@@ -35,6 +35,7 @@ RANK = {
     "engine": 7,
     "recording.recorder": 7,
     "workloads": 7,
+    "bench": 8,
     "": 8,
     "cli": 9,
     "__main__": 10,

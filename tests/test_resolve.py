@@ -109,10 +109,10 @@ def check_state(tables: CacheTables, seats: list[Seat], models: list[Model]) -> 
             continue
         assert contents(tables, seat, kind.entries) == model.slot
         state = tables.state(seat)
-        slots = torch.arange(kind.capacity)
+        slots = torch.arange(state.used)  # beyond them lies whatever lay there
         holder = {slot: entry for entry, slot in model.slot.items()}
-        assert state.entry_of.get(slots).tolist() == [holder.get(s, -1) for s in slots.tolist()]
-        assert dict(enumerate(state.stamp.get(slots).tolist())) == model.stamp
+        assert state.entry_of.get(slots).tolist() == [holder[s] for s in slots.tolist()]
+        assert state.stamp.get(slots).tolist() == [model.stamp[s] for s in slots.tolist()]
         assert state.sweep == SweepState(model.hand, model.draws, model.age)
         assert state.used == len(model.slot)
 

@@ -62,12 +62,12 @@ def device_key(rule: EvictionRule) -> Any:
 
 @triton.jit
 def _keys(
-    meta, meta_frames, start, capacity, step, hand, draws, spare,
+    meta, meta_frames, start, used, capacity, step, hand, draws, spare,
     KEY: tl.constexpr, PER: tl.constexpr, FRAME: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile of slots, their entries and keys. Candidates are those whose entry is not negative: free
-    slots, wanted ones and those of the stamp ``spare`` are none."""
-    slot, entry, stamp = slot_tile(meta, meta_frames, start, capacity, PER, FRAME, BLOCK)
+    """A tile of slots, their entries and keys. Candidates are those below ``used`` (others hold nothing that
+    was written) whose entry is not negative: wanted ones and those of the stamp ``spare`` are none."""
+    slot, entry, stamp = slot_tile(meta, meta_frames, start, used, PER, FRAME, BLOCK)
     entry = tl.where(stamp == spare, WANTED, entry)
     key = KEY(slot.to(tl.int64), stamp.to(tl.int64), capacity.to(tl.int64), step, hand, draws)
     return slot, entry, key
@@ -75,7 +75,7 @@ def _keys(
 
 @triton.jit
 def _key_range(
-    meta, meta_frames, capacity, step, hand, draws, spare,
+    meta, meta_frames, used, capacity, step, hand, draws, spare,
     KEY: tl.constexpr, PER: tl.constexpr, FRAME: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Number of candidates, their smallest and their largest key."""
@@ -83,9 +83,9 @@ def _key_range(
     least = tl.zeros([BLOCK], tl.int64) + MOST
     most = tl.zeros([BLOCK], tl.int64) + LEAST
     start = 0
-    while start < capacity:
+    while start < used:
         _slot, entry, key = _keys(
-            meta, meta_frames, start, capacity, step, hand, draws, spare, KEY, PER, FRAME, BLOCK
+            meta, meta_frames, start, used, capacity, step, hand, draws, spare, KEY, PER, FRAME, BLOCK
         )
         candidate = entry >= 0
         count += tl.sum(candidate.to(tl.int32), 0)
@@ -97,7 +97,7 @@ def _key_range(
 
 @triton.jit
 def _threshold(
-    meta, meta_frames, capacity, step, hand, draws, spare, count, low, high,
+    meta, meta_frames, used, capacity, step, hand, draws, spare, count, low, high,
     KEY: tl.constexpr, PER: tl.constexpr, FRAME: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The count-th smallest key of the candidates, within [low, high]; how many lie below (0 also
@@ -116,10 +116,10 @@ def _threshold(
         last = tl.zeros([BLOCK], tl.int64) + LEAST
         following = tl.zeros([BLOCK], tl.int64) + MOST
         start = 0
-        while start < capacity:
+        while start < used:
             _slot, entry, key = _keys(
-                meta, meta_frames, start, capacity, step, hand, draws, spare, KEY, PER, FRAME, BLOCK
-            )
+                meta, meta_frames, start, used, capacity, step, hand, draws, spare, KEY, PER, FRAME, BLOCK,
+            )  # fmt: skip
             counted = (entry >= 0) & (key <= middle)
             up_to += tl.sum(counted.to(tl.int32), 0)
             last = tl.where(counted, tl.maximum(last, key), last)
@@ -138,7 +138,8 @@ def _threshold(
 
 @triton.jit
 def _take_victims(
-    maps, meta, map_frames, meta_frames, room, capacity, step, hand, draws, spare, threshold, ties,
+    maps, meta, map_frames, meta_frames, room, used, capacity, step, hand, draws, spare, threshold,
+    ties,
     KEY: tl.constexpr, PER_MAP: tl.constexpr, MAP_FRAME: tl.constexpr,
     PER: tl.constexpr, FRAME: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -148,9 +149,9 @@ def _take_victims(
     taken = 0
     tied = 0
     start = 0
-    while start < capacity:
+    while start < used:
         slot, entry, key = _keys(
-            meta, meta_frames, start, capacity, step, hand, draws, spare, KEY, PER, FRAME, BLOCK
+            meta, meta_frames, start, used, capacity, step, hand, draws, spare, KEY, PER, FRAME, BLOCK
         )
         tie = (entry >= 0) & (key == threshold)
         tie_goes = tie & (tied + tl.cumsum(tie.to(tl.int32), 0) <= ties)
@@ -168,11 +169,13 @@ def _take_victims(
 
 @triton.jit
 def take_victims(
-    maps, meta, map_frames, meta_frames, room, hand_at, hand, draws, capacity, step, count, spare,
+    maps, meta, map_frames, meta_frames, room, hand_at, hand, draws, used, capacity, step, count,
+    spare,
     KEY: tl.constexpr, PER_MAP: tl.constexpr, MAP_FRAME: tl.constexpr,
     PER: tl.constexpr, FRAME: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Up to ``count`` victims into ``room`` by slot; moves the hand on. Returns how many.
+    """Up to ``count`` victims of the first ``used`` slots into ``room`` by slot; moves the hand on. Returns
+    how many.
 
     spare: a stamp whose slots must stay, -1 for none. Wanted slots that do not bear it are marked WANTED,
     by stores that a barrier has made visible. draws: counting this call.
@@ -181,18 +184,18 @@ def take_victims(
     step = step.to(tl.int64)
     draw = draws.to(tl.int64)
     found, low, high = _key_range(
-        meta, meta_frames, capacity, step, sweep, draw, spare, KEY, PER, FRAME, BLOCK
+        meta, meta_frames, used, capacity, step, sweep, draw, spare, KEY, PER, FRAME, BLOCK
     )
     if found > 0:
         # Where all of them go the threshold is the largest key, and there is nothing to search.
         low = tl.where(found <= count, high, low)
         threshold, below = _threshold(
-            meta, meta_frames, capacity, step, sweep, draw, spare, count, low, high,
+            meta, meta_frames, used, capacity, step, sweep, draw, spare, count, low, high,
             KEY, PER, FRAME, BLOCK,
         )  # fmt: skip
         last = _take_victims(
-            maps, meta, map_frames, meta_frames, room, capacity, step, sweep, draw, spare,
-            threshold, count - below, KEY, PER_MAP, MAP_FRAME, PER, FRAME, BLOCK,
+            maps, meta, map_frames, meta_frames, room, used, capacity, step, sweep, draw,
+            spare, threshold, count - below, KEY, PER_MAP, MAP_FRAME, PER, FRAME, BLOCK,
         )  # fmt: skip
         tl.store(hand_at, tl.where(last + 1 == capacity, 0, last + 1))
     return tl.minimum(found, count)

@@ -146,8 +146,8 @@ def find_victims(
         )  # fmt: skip
     else:
         victims = take_victims(
-            maps, meta, map_frames, meta_frames, room, hand_at, hand, draws + 1, capacity, step,
-            count, spare, KEY, PER_MAP, MAP_FRAME, PER_META, META_FRAME, BLOCK,
+            maps, meta, map_frames, meta_frames, room, hand_at, hand, draws + 1, used, capacity,
+            step, count, spare, KEY, PER_MAP, MAP_FRAME, PER_META, META_FRAME, BLOCK,
         )  # fmt: skip
     return victims
 
@@ -273,12 +273,15 @@ def count_rows(
     """Selected, unique, fetched, staged, refetched rows and bytes, added by the piece's last program (by
     atomics only because nobody then waits for the old values)."""
     field = tl.arange(0, 8)
+    size = tl.where(field == 5, WORDS * 4, 0)
     if FIRST:
-        rows = tl.where(field == 0, selected, tl.where(field == 1, unique, missing))
-        rows = tl.where(field == 3, missing - granted, tl.where(field == 4, 0, rows))
+        fetched = size + tl.where((field == 2) | (field == 3), LAYERS, 0)
+        value = missing.to(tl.int64) * fetched
+        value += selected.to(tl.int64) * tl.where(field == 0, LAYERS, 0)
+        value += unique.to(tl.int64) * tl.where(field == 1, LAYERS, 0)
+        value -= granted.to(tl.int64) * tl.where(field == 3, LAYERS, 0)
     else:
-        rows = tl.where(field == 4, missing, 0)
-    value = tl.where(field == 5, missing.to(tl.int64) * (WORDS * 4), rows.to(tl.int64) * LAYERS)
+        value = missing.to(tl.int64) * (size + tl.where(field == 4, LAYERS, 0))
     counted = tl.where(field < COUNTERS, selected, 0) > 0
     tl.atomic_add(counts + field, value, mask=counted, sem="relaxed")
 
@@ -320,7 +323,7 @@ def serve_piece(
         _bring_near(row_frames, slots, PER_ROW)
     slots = tl.where(stays & (whole == 0), slots, 0)
     if not FIRST:
-        slots = tl.zeros([], tl.int32)
+        slots = slots * 0
     due = tl.where((step + seat) % LAZY == 0, 1, 0)
     span = tl.cdiv(tl.cdiv(width, PARTS), 16) * 16
     begin = part * span
@@ -341,12 +344,15 @@ def serve_piece(
         if not RESIDENT:  # noqa: SIM102 - a condition of the compiler's
             if missing > 0:
                 tl.debug_barrier()
-                free, granted = _make_room(
-                    maps, meta, map_frames, meta_frames, wanted, room,
-                    used_at + seat, hand_at + seat, draws_at + seat, age_at + seat,
-                    used, hand, draws, age, width, entries, missing, slots, unstamped, step,
-                    TOUCH, EVICT, KEY, PER_MAP, MAP_FRAME, PER_META, META_FRAME, TILE,
-                )  # fmt: skip
+                free = granted
+                # Left out at compile time: Triton 3.6 fails on loads that it finds are never reached.
+                if FIRST:
+                    free, granted = _make_room(
+                        maps, meta, map_frames, meta_frames, wanted, room,
+                        used_at + seat, hand_at + seat, draws_at + seat, age_at + seat,
+                        used, hand, draws, age, width, entries, missing, slots, unstamped, step,
+                        TOUCH, EVICT, KEY, PER_MAP, MAP_FRAME, PER_META, META_FRAME, TILE,
+                    )  # fmt: skip
                 _place(
                     maps, meta, row_frames, map_frames, meta_frames, location, columns, listed,
                     part_counts, room, staging, source, target, span, missing, free, granted, used,

@@ -29,6 +29,7 @@ COMMANDS = {
     "compare": "kvpolicy.cli.compare:compare_command",
     "record": "kvpolicy.cli.record:record_command",
     "oracle": "kvpolicy.cli.oracle:oracle_command",
+    "bench": "kvpolicy.cli.bench:app",
     "new": "kvpolicy.cli.new:app",
     "list": "kvpolicy.cli.listing:list_command",
     "info": "kvpolicy.cli.info:info_command",
@@ -36,7 +37,7 @@ COMMANDS = {
 """Command name -> module:function, in the order of the help."""
 
 LATER = (
-    *("bench", "calibrate", "twin-gap", "check", "dashboard"),
+    *("calibrate", "twin-gap", "check", "dashboard"),
     *("train", "evaluate", "export", "leaderboard", "serve", "load"),
 )
 """Names that are kept for commands of a later version."""

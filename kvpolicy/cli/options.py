@@ -6,15 +6,18 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from kvpolicy.config import EngineConfig, SamplingParams
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 __all__ = ["ENGINE_DEFAULTS", "SAMPLING_DEFAULTS", "SETTINGS", "Options", "takes"]
 
-_Options = TypeVar("_Options", bound="Options")
+_Options = TypeVar("_Options", bound="DataclassInstance")
 
 
 def _defaults(kind: type[EngineConfig] | type[SamplingParams]) -> dict[str, Any]:
@@ -207,12 +210,21 @@ class Options:
         int | None,
         _option("--vocab", _ENGINE, "With --dummy-weights: vocabulary (the layers' share).", "N"),
     ] = None
+    selection: Annotated[
+        str | None,
+        _option(
+            "--selection",
+            _ENGINE,
+            "With --dummy-weights: whose selections are read; the indexer works all the same.",
+            "model|process|RECORDING:context=N",
+        ),
+    ] = None
     dtype: Annotated[
         str | None,
         _option("--dtype", _ENGINE, "Weights and arithmetic.", "float32|bfloat16"),
     ] = None
     kv_dtype: Annotated[
-        str | None, _option("--kv-dtype", _ENGINE, "Format of KV rows.", "float32|bf16")
+        str | None, _option("--kv-dtype", _ENGINE, "Format of KV rows.", "float32|bf16|fp8")
     ] = None
     max_concurrency: Annotated[
         int | None, _option("--max-concurrency", _ENGINE, "Most requests at a time.", "N")

@@ -24,20 +24,20 @@ Column = tuple[str, Callable[[Mapping[str, Any]], str]]
 """A heading and how the metrics of a run become its text."""
 
 
-def check_output(path: Path | None) -> None:
-    """Refuse an --output that cannot be written, before any work is done."""
+def check_output(path: Path | None, option: str = "--output") -> None:
+    """Refuse an output file that cannot be written, before any work is done."""
     if path is None:
         return
     folder = path.parent
     if len(path.name) > LONGEST_NAME:
-        raise UserError(f"--output: a file name of {len(path.name)} characters is too long")
+        raise UserError(f"{option}: a file name of {len(path.name)} characters is too long")
     if path.is_dir():
-        raise UserError(f"--output {str(path)!r} is a directory")
+        raise UserError(f"{option} {str(path)!r} is a directory")
     if not folder.is_dir():
-        raise UserError(f"--output {str(path)!r}: folder {str(folder)!r} does not exist")
+        raise UserError(f"{option} {str(path)!r}: folder {str(folder)!r} does not exist")
     target = path if path.exists() and not path.is_file() else folder
     if not os.access(target, os.W_OK):
-        raise UserError(f"--output {str(path)!r}: {str(target)!r} is not writable")
+        raise UserError(f"{option} {str(path)!r}: {str(target)!r} is not writable")
 
 
 def json_text(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -44,6 +44,18 @@ def step_progress(label: str) -> Iterator[OnStep | None]:
     )
     with bars:
         yield _Display(bars, label)
+
+
+@contextmanager
+def task_progress(label: str) -> Iterator[Callable[[str], None]]:
+    """Yield what is told the name of each thing that is done; a line on stderr shows it."""
+    if not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(label, spinner="line") as status:
+        yield lambda done: status.update(f"{label} {done}".replace("[", "("))
 
 
 class _Display:

@@ -82,10 +82,17 @@ class Engine:
 
     # --- requests --------------------------------------------------------------------------------
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestHandle:
-        """Queue a request. UserError for an empty or wrong prompt, CapacityError (naming the tier)
-        for one that this engine could never hold."""
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, context: int = 0
+    ) -> RequestHandle:
+        """Queue a request. context: with dummy weights, tokens before the prompt that count as computed:
+        pseudo-random rows stand in for theirs (to measure long contexts without reading them).
+
+        UserError for an empty or wrong prompt, CapacityError (naming the tier) for one that this engine
+        could never hold."""
         self._check_open()
+        if context and not (context > 0 and getattr(self.model, "dummy", False)):
+            raise UserError(f"context = {context!r}: goes with dummy weights, and counts tokens")
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise UserError(f"params = {params!r}: must be SamplingParams")
@@ -97,11 +104,12 @@ class Engine:
             stops=params.stop_bytes(),
             arrived_step=self.steps,
             clock=self.clock,
+            context=context,
         )
         limit = self.model.geometry.max_context
         if request.max_tokens > limit:
             raise UserError(
-                f"prompt of {len(request.prompt)} tokens + max_new_tokens = {params.max_new_tokens}: "
+                f"prompt of {request.prompt_end} tokens + max_new_tokens = {params.max_new_tokens}: "
                 f"the model's context is {limit} tokens"
             )
         rows = self.residents.initial_rows(request)
@@ -246,6 +254,7 @@ class Engine:
         for request, token, row in launched.tokens():
             if not request.finished:  # else cancelled, or ended by the token before
                 self._give(request, token, row)
+        self.totals.waited_seconds += launched.waited
 
     def _give(self, request: Request, token: int | None, row: Logits) -> None:
         request.take(token, row)
@@ -308,7 +317,7 @@ class Engine:
         live, totals = self.requests.values(), self.totals
         return Progress(
             prompt_tokens_done=totals.ended_prompt_tokens
-            + sum(min(r.computed, len(r.prompt)) for r in live),
+            + sum(r.prompt_done for r in live),
             prompt_tokens_total=totals.prompt_tokens,
             generated_tokens=totals.generated_tokens,
             max_new_tokens_total=totals.max_new_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -46,13 +47,15 @@ class _Emitted:
             return found[0] if found[1] else None
         if not np.isfinite(row).all():
             return None
-        return choose_token(row, request.params, len(request.prompt) + len(request.tokens))
+        return choose_token(row, request.params, request.prompt_end + len(request.tokens))
 
 
 class Launched:
-    """A step that has been launched; its tokens can be read once it is done."""
+    """A step that has been launched; its tokens can be read once it is done. waited: seconds that the
+    host waited for the device then."""
 
     def __init__(self) -> None:
+        self.waited = 0.0
         self._emitted: list[_Emitted] = []
 
     def add(self, emitted: _Emitted) -> None:
@@ -61,6 +64,9 @@ class Launched:
     def tokens(self) -> Iterator[Token]:
         """Wait for the step; what it decided."""
         for emitted in self._emitted:
+            start = time.perf_counter()
+            emitted.logits.read()  # it was sent last: then all is there
+            self.waited += time.perf_counter() - start
             yield from emitted.read()
 
 

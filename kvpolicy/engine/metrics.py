@@ -60,7 +60,8 @@ class Sample:
 
 @dataclass(slots=True)
 class Metrics:
-    """Running totals. busy_seconds: wall time inside steps.
+    """Running totals. busy_seconds: wall time inside steps, of which the host waited for the device for
+    waited_seconds.
 
     deferred: requests put off at least once, by the tier that bound first. reduced_admissions:
     requests that started with fewer hot rows than the controller asks for, since nothing else ran.
@@ -79,6 +80,7 @@ class Metrics:
     preemptions: int = 0
     decode_steps: int = 0
     busy_seconds: float = 0.0
+    waited_seconds: float = 0.0
     optional_byte_steps: int = 0
     required_peak: int = 0
     deferred: dict[str, int] = field(default_factory=dict)
@@ -101,7 +103,7 @@ class Metrics:
         """Count a request that has ended, and its latencies."""
         self.finished += 1
         self.longest_wait = max(self.longest_wait, request.longest_wait)
-        self.ended_prompt_tokens += min(request.computed, len(request.prompt))
+        self.ended_prompt_tokens += request.prompt_done
         if request.first_token is None or request.last_token is None:
             return
         self.ttft.append(request.first_token - request.arrived)

@@ -18,6 +18,7 @@ from kvpolicy.memory.commit import Accepted, Committer
 from kvpolicy.memory.counters import Counted, MemoryCounters
 from kvpolicy.memory.cuts import Cut, Holding, cuts_for, cuts_of_full
 from kvpolicy.memory.decode import DecodeInputs, DecodeStep
+from kvpolicy.memory.dummy_context import DummyContexts
 from kvpolicy.memory.host_pool import HostPool
 from kvpolicy.memory.layout import Layout, StoreLayout
 from kvpolicy.memory.mover import Mover
@@ -80,6 +81,7 @@ class Hierarchy:
                 shared.stores, shared.staging, shared.inflight, strict=True
             )
         )
+        self._contexts = DummyContexts(layout)
         self._mover = Mover(layout, self.host, self._tables, self.ops, self.counters, device)
         self._committer = Committer(self.host, self.ops, self._stores, self.counters, device)
 
@@ -128,11 +130,17 @@ class Hierarchy:
         return min(max_tokens, -(-tokens // GROWTH_TOKENS) * GROWTH_TOKENS)
 
     def admit(
-        self, request_id: int, max_tokens: int, rows: Sequence[int], tokens: int | None = None
+        self,
+        request_id: int,
+        max_tokens: int,
+        rows: Sequence[int],
+        tokens: int | None = None,
+        context: int = 0,
     ) -> None:
         """Reserve host memory for ``max_tokens``, and a seat with index, map and first hot rows for
         ``tokens`` tokens (None: all of them); all or nothing. A preempted request comes back with
-        everything it had committed.
+        everything it had committed; a new one with ``context`` tokens that nobody computed, see
+        DummyContexts.
 
         Raises CapacityError (naming the tier) and changes nothing if it does not fit now.
         """
@@ -147,12 +155,22 @@ class Hierarchy:
         request = self.suspended.pop(request_id, None)
         if request is None:
             request = RequestMemory(request_id, max_tokens, self.layout, self.host)
+            self._make_context(request, context)
         request.place(self.arena, self._tables, heapq.heappop(self._seats), tokens)
         self.requests[request_id] = request
         self._mover.restore(request)
         for store, wanted in zip(self.layout.stores, self.clamp(rows), strict=True):
             self._mover.resize(request, store, wanted)
         self._mover.warm(request)
+
+    def _make_context(self, request: RequestMemory, tokens: int) -> None:
+        """Give a new request a history of so many tokens."""
+        if not tokens:
+            return
+        if self.arena.device.type == "cuda":
+            torch.cuda.synchronize()  # a step that is still running may write to who was there before
+        self._contexts.fill(request.region, tokens, request.request_id)
+        request.committed = tokens
 
     def preempt(self, request_id: int) -> None:
         """Take a request off the device; the host keeps all of it until it is admitted again."""

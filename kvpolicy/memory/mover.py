@@ -31,7 +31,7 @@ class Mover:
         self._ops, self._counters, self._device = ops, counters, device
 
     def restore(self, request: RequestMemory) -> None:
-        """Bring back what a preempted request needs on the device besides hot rows."""
+        """Bring to the device what a request with a history needs there besides hot rows."""
         for store in self._layout.stores:
             entries = torch.arange(request.committed_entries(store.index), device=self._device)
             if not entries.numel():

@@ -24,6 +24,7 @@ from kvpolicy.memory.access import StepAccess
 from kvpolicy.models.checkpoint import Checkpoint
 from kvpolicy.models.glm_config import GlmDsaConfig
 from kvpolicy.models.glm_weights import LayerWeights, Weights, layer_weights
+from kvpolicy.selection.source import SelectionSource
 
 # Tiles and keys of the self-check at load: a step of the default engine is 80 rows. The long tests
 # run it at 64 tiles and 32,768 keys. On a GPU more rows, since Triton's tiles grow up to 256 rows. The
@@ -39,7 +40,8 @@ class GlmDsa:
 
     source: a checkpoint folder, or where else the weights come from. backend: ``reference`` or
     ``triton``, see ``choose_backend``. dtype: float32 or bfloat16. geometry: its KV geometry.
-    vocab, bos, eos: token ids. weight_bytes: device bytes of weights. UserError if a row's bits
+    vocab, bos, eos: token ids. weight_bytes: device bytes of weights. selection: takes the place of what
+    the indexer chooses, which works all the same. dummy: weights that were never trained. UserError if a row's bits
     depend on its neighbours on this device.
     """
 
@@ -53,12 +55,15 @@ class GlmDsa:
         name: str,
         backend: str = REFERENCE,
         dtype: torch.dtype = torch.float32,
+        selection: SelectionSource | None = None,
     ) -> None:
         if isinstance(source, Path):
             source = Checkpoint(source, name, device, dtype)
         self.geometry: Geometry = source.geometry
         self.config: GlmDsaConfig = source.config
         self.device = device
+        self.selection = selection
+        self.dummy: bool = getattr(source, "dummy", False)
         self.ops: Ops = make_ops(backend, dtype)
         self.embedding = source.take("model.embed_tokens.weight")
         self.final_norm = source.take("model.norm.weight")
@@ -173,6 +178,9 @@ class GlmDsa:
             selector.topk,
             self.config.index_dim**-0.5,
         )
+        if self.selection is not None:
+            requests, visible = memory.request_numbers, memory.visible(selector)
+            selection = self.selection.select(selector, requests, visible)
         memory.select(selector, selection)
 
     # --- self-check ------------------------------------------------------------------------------
@@ -223,10 +231,11 @@ class GlmDsa:
         def noise(*shape: int) -> Tensor:
             return torch.randn(shape, generator=g).to(self.device)
 
-        x, view = noise(rows, cfg.hidden)[order], noise(topk, 16, cfg.kv_rank + cfg.rope)
+        x = noise(rows, cfg.hidden)[order]
+        view = noise(topk, 16, cfg.kv_rank + cfg.rope).to(ops.dtype)
         locations = torch.randint(topk * 16, (rows, topk), generator=g).to(self.device)[order]
         pages = KeyPages(
-            noise(-(-keys // 16), 16, cfg.index_dim),
+            noise(-(-keys // 16), 16, cfg.index_dim).to(ops.dtype),
             torch.arange(-(-keys // 16), device=self.device)[None],
         )
         valid, at = torch.ones_like(locations, dtype=torch.bool), order % cfg.max_positions

@@ -101,7 +101,7 @@ class Recorder:
         self._note_time()
         work = [(request, 1, DECODE) for request in batch.decode]
         for request, count in batch.prompts:
-            last = request.computed == len(request.prompt)
+            last = request.computed == request.prompt_end
             work.append((request, count, SEED if last else PROMPT))
         at, kept = len(self._steps), []
         for request, count, kind in work:

@@ -68,9 +68,6 @@ def make_tables(
     for seat, s in enumerate(seats):
         state = tables.state(seat)
         state.slot_of.put(torch.arange(s.entries), torch.full((s.entries,), ABSENT))
-        if not s.full:
-            state.entry_of.put(torch.arange(s.capacity), torch.full((s.capacity,), ABSENT))
-            state.stamp.put(torch.arange(s.capacity), torch.zeros(s.capacity))
     return arena, tables
 
 

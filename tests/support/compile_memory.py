@@ -99,7 +99,6 @@ def resolves() -> None:
         "MOST": 2,
         "EXTRA": 32,
         "NEAR": True,
-        "EARLY": True,
     }
     decode |= {f"KEY_{name}": value for name, value in KEYS.items()}
     for rule in (RULES["clock"], RULES["fifo"], WIDE):
@@ -108,6 +107,9 @@ def resolves() -> None:
             cut = each | {"PARTS": parts, "BLOCK": block, "DECODE": True, "TILE": 1024}
             steps(f"resolve {rule.name} {parts}", resolve._resolve, cut, warps)
             steps(f"fused {rule.name} {parts}", fused_retrieval._fused, cut, warps)
+            later = cut | {"FIRST": False}
+            steps(f"resolve again {rule.name} {parts}", resolve._resolve, later, warps)
+            steps(f"fused again {rule.name} {parts}", fused_retrieval._fused, later, warps)
         full = each | {"PARTS": 4, "BLOCK": 512, "DECODE": True, "TILE": 1024, "RESIDENT": True}
         steps(f"resident {rule.name}", resolve._resolve, full, 4)
         waves = each | {
@@ -123,6 +125,8 @@ def resolves() -> None:
         )
         several = each | {"Q": 4, "BLOCK": union.BLOCK}
         steps(f"union {rule.name}", union._resolve_union, several, union.WARPS)
+        later = several | {"FIRST": False}
+        steps(f"union again {rule.name}", union._resolve_union, later, union.WARPS)
     steps("fetch", retrieve._fetch, decode, 4)
 
 

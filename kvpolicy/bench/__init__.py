@@ -1,0 +1,1 @@
+"""What `kvpolicy bench` measures: kernels beside their floors, the parts of a step, whole decoding."""
