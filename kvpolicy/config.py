@@ -77,9 +77,9 @@ class EngineConfig(Settings):
     """One engine. Sizes in MiB are named so; rows are per request and layer.
 
     model: an embedded model's name, or a checkpoint folder; with dummy_weights a preset, of which
-    ``layers`` (None: all) get random weights, with ``vocab`` tokens (None: the layers' share), and whose
-    selections may come from elsewhere, while the indexer works all the same: ``selection`` is ``model``,
-    ``process[:seed=N]`` or ``RECORDING:context=N``. dtype: of weights and activations; kv_dtype: of the
+    ``layers`` (None: all) get random weights, with ``vocab`` tokens (None: the layers' share).
+    selection: with dummy_weights, where selections come from (the indexer works all the same): ``model``,
+    ``process[:seed=N]``, or ``RECORDING:context=N``. dtype: of weights and activations; kv_dtype: of the
     rows and index keys kept. backend: the kernels; ``auto`` is triton on a GPU where it can run, else
     the reference; triton on the CPU is its interpreter, for tests.
     controller: NAME or PATH.py:NAME, with :key=value,... behind it; in Python also an object with

@@ -136,4 +136,6 @@ def timed_memory(ops: MemoryOps, clock: PartClock) -> MemoryOps:
         clock.timed(ELEMENTWISE, ops.put),
         clock.timed(RETRIEVE, ops.retrieve),
         clock.timed(PUBLISH, ops.publish),
+        clock.timed(ELEMENTWISE, ops.quantize_rows),
+        clock.timed(ELEMENTWISE, ops.quantize_keys),
     )

@@ -34,7 +34,7 @@ class Stopwatch:
             call()
         if self.device.type == "cuda":
             return self._graph(calls, reset)
-        found = []
+        found: list[float] = []
         for _ in range(self.repeats):
             if reset is not None:
                 reset()
@@ -54,7 +54,7 @@ class Stopwatch:
                 call()
         if reset is None:
             graph.replay()
-        found = []
+        found: list[float] = []
         for _ in range(self.repeats):
             if reset is not None:
                 reset()
@@ -108,7 +108,7 @@ def _link_rate(watch: Stopwatch) -> float | None:
         return None
     host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(LINK_BYTES, dtype=torch.uint8, device=watch.device)
-    found = []
+    found: list[float] = []
     for _ in range(watch.repeats + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()

@@ -113,9 +113,9 @@ def _sizes(options: KernelOptions) -> tuple[Sizes, str]:
     from kvpolicy.bench.sizes import sizes_of
     from kvpolicy.engine.parts import pick_device
 
-    named = EngineConfig(
-        device=options.device, backend=options.backend, dtype=options.dtype or "float32"
-    )
+    given: dict[str, Any] = {"device": options.device, "backend": options.backend}
+    given["dtype"] = options.dtype or "float32"
+    named = EngineConfig(**given)
     place = pick_device(named.device)
     large = place.type == "cuda"
     batches = whole_numbers(options.batches or ("1,16,128" if large else "1,4"), "--batches")

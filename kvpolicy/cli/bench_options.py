@@ -110,7 +110,11 @@ def prepared(options: DecodeOptions, controller: str) -> Prepared:
     from kvpolicy.bench.load import Load
     from kvpolicy.engine import parts
 
-    named = {"device": options.device, "backend": options.backend, "dtype": options.dtype}
+    named: dict[str, Any] = {
+        "device": options.device,
+        "backend": options.backend,
+        "dtype": options.dtype,
+    }
     place = parts.pick_device(
         EngineConfig(**{k: v for k, v in named.items() if v is not None}).device
     )
@@ -126,10 +130,10 @@ def prepared(options: DecodeOptions, controller: str) -> Prepared:
     )
     keys = ("model", "dtype", "kv_dtype", "layers", "device_kv_mib", "host_kv_mib")
     given = {key: value for key in keys if (value := getattr(options, key)) is not None}
+    place_and_kernels: dict[str, Any] = {"device": place.type, "backend": options.backend}
     config = EngineConfig(
         **given,
-        device=place.type,
-        backend=options.backend,
+        **place_and_kernels,
         dummy_weights=options.dummy_weights,
         controller=controller,
         max_concurrency=levels[-1],
