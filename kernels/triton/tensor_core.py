@@ -46,7 +46,7 @@ class Tile:
     stages: int
 
 
-# Measured on an H200 for GLM-5.3's products (benchmarks/kernels_linear.py). few: of weights with fewer
+# Measured on an H200 for GLM-5.3's products (kvpolicy bench kernels --only linear). few: of weights with fewer
 # tiles than multiprocessors, so that one deep pipeline each keeps the memory busy; many: two programs
 # share a multiprocessor; heads: inner widths of 192 and 512; gated: two accumulators.
 TILES = {

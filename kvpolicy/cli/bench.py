@@ -111,12 +111,12 @@ def kernels_command(options: KernelOptions) -> None:
 def _sizes(options: KernelOptions) -> tuple[Sizes, str]:
     """What to measure at, and the model's name."""
     from kvpolicy.bench.sizes import sizes_of
-    from kvpolicy.engine.engine import device_of
+    from kvpolicy.engine.parts import pick_device
 
     named = EngineConfig(
         device=options.device, backend=options.backend, dtype=options.dtype or "float32"
     )
-    place = device_of(named.device)
+    place = pick_device(named.device)
     large = place.type == "cuda"
     batches = whole_numbers(options.batches or ("1,16,128" if large else "1,4"), "--batches")
     model = options.model or ("glm-5.3" if large else "micro-glm")

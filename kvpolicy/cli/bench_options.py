@@ -108,10 +108,11 @@ def prepared(options: DecodeOptions, controller: str) -> Prepared:
     if (options.device_kv_mib is None) != (options.host_kv_mib is None):
         raise UserError("--device-kv-mib and --host-kv-mib go together")
     from kvpolicy.bench.load import Load
-    from kvpolicy.engine.engine import device_of, load_for
+    from kvpolicy.engine.parts import load as load_model
+    from kvpolicy.engine.parts import pick_device
 
     named = {"device": options.device, "backend": options.backend, "dtype": options.dtype}
-    place = device_of(EngineConfig(**{k: v for k, v in named.items() if v is not None}).device)
+    place = pick_device(EngineConfig(**{k: v for k, v in named.items() if v is not None}).device)
     large = place.type == "cuda"
     levels = whole_numbers(options.concurrency or ("1,16,64" if large else "1,4"), "--concurrency")
     prompt = options.prompt_tokens or (4096 if large else 512)
@@ -133,7 +134,7 @@ def prepared(options: DecodeOptions, controller: str) -> Prepared:
         max_concurrency=levels[-1],
         prefill_chunk=chunk,
     )
-    model = load_for(config, place)
+    model = load_model(config, place)
     if load.tokens > model.geometry.max_context:
         raise UserError(
             f"--prompt-tokens {load.prompt}: with --warm {load.warm} and --steps {load.steps} a request "

@@ -50,8 +50,8 @@ class Engine:
         self.config = EngineConfig() if config is None else config
         if not isinstance(self.config, EngineConfig):
             raise UserError(f"config = {config!r}: must be an EngineConfig")
-        self.device = device_of(self.config.device)
-        self.model = model or load_for(self.config, self.device)
+        self.device = _device(self.config.device)
+        self.model = model or _load(self.config, self.device)
         self._layout = Layout(self.model.geometry, self.config.kv_dtype)
         self.control = ControlLoop(
             self.config.controller,
@@ -416,7 +416,7 @@ class Engine:
         self.close()
 
 
-def load_for(config: EngineConfig, device: torch.device) -> DecodeModel:
+def _load(config: EngineConfig, device: torch.device) -> DecodeModel:
     """The model that a config names."""
     dummy = Dummy(config.layers, config.vocab) if config.dummy_weights else None
     if dummy is None and not (config.layers is None and config.vocab is None):
@@ -435,8 +435,7 @@ def _finish(device: torch.device) -> None:
         log.warning("closing: %s", reason(error))
 
 
-def device_of(name: str) -> torch.device:
-    """The device that ``auto``, ``cpu`` or ``cuda`` means here. UserError where there is no such one."""
+def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():

@@ -1,0 +1,67 @@
+"""What an engine is made of, from its config: device, model, memory."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from kvpolicy.config import EngineConfig
+from kvpolicy.errors import UserError, reason
+from kvpolicy.kernels.memory_ops import memory_ops
+from kvpolicy.memory.accounting import Reserve
+from kvpolicy.memory.hierarchy import Hierarchy
+from kvpolicy.memory.layout import Layout
+from kvpolicy.memory.rule import CacheRule
+from kvpolicy.models.loader import DecodeModel, Dummy, load_model
+
+MIB = 1 << 20
+log = logging.getLogger(__name__)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a config; ``auto`` is a GPU where there is one. UserError if there is no such."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device = 'cuda': no CUDA device is available here; use cpu or auto")
+    return torch.device(name)
+
+
+def load(config: EngineConfig, device: torch.device) -> DecodeModel:
+    """The model that a config names. UserError for one that cannot be had."""
+    dummy = Dummy(config.layers, config.vocab) if config.dummy_weights else None
+    if dummy is None and not (config.layers is None and config.vocab is None):
+        name = "vocab" if config.layers is None else "layers"
+        raise UserError(f"{name} = {getattr(config, name)}: goes with dummy_weights")
+    return load_model(config.model, device, config.backend, config.dtype, dummy)
+
+
+def make_memory(
+    config: EngineConfig, layout: Layout, rule: CacheRule, backend: str, device: torch.device
+) -> Hierarchy:
+    """The hierarchy in the sizes of a config. CapacityError if its fixed part alone does not fit."""
+    staging = config.staging_rows or config.max_concurrency * layout.topk
+    return Hierarchy(
+        layout,
+        device_bytes=int(config.device_kv_mib * MIB),
+        host_bytes=int(config.host_kv_mib * MIB),
+        reserve=Reserve(
+            staging, config.max_concurrency + config.prefill_chunk, config.max_concurrency
+        ),
+        floor_rows=config.floor_rows,
+        rule=rule,
+        device=device,
+        poison=config.validate_,
+        ops=memory_ops(backend),
+    )
+
+
+def finish(device: torch.device) -> None:
+    """Wait for all kernels: they read and write the pinned host pool in place, which nobody else tracks."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:  # a device that has failed computes nothing any more
+        log.warning("closing: %s", reason(error))
