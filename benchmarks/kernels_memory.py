@@ -2,8 +2,8 @@
 
     python -P benchmarks/kernels_memory.py [--batches 1,16,128] [--output FILE]
 
-Needs a GPU, and up to 35 GB of host memory. The stores are those of `kvpolicy bench kernels --only memory`, which
-measures the cut that ships; this tries others, two launches against one, each checked before it is timed.
+Needs a GPU, and up to 35 GB of host memory. The stores are those of `kvpolicy bench kernels --only memory`,
+which measures the cut that ships; this tries others, and two launches against one, each checked first.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ class Sweep:
         try:
             if what != "resolve" and case.per_mille:
                 stores.check(partial(call, shape=shape))
-            us = stores.time(
-                lambda s, c: call(s, stores.rows, c, RULE, shape=shape), self.watch
-            )
+            us = stores.time(lambda s, c: call(s, stores.rows, c, RULE, shape=shape), self.watch)
         except Exception as error:  # whatever a variant meets, the others are still of use
             print(f"{what} {shape}: {type(error).__name__}: {str(error)[:200]}", flush=True)
             return float("inf")

@@ -9,9 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
-from kvpolicy.bench.load import Load, OnStep, fill, wait, with_memory
+from kvpolicy.bench.load import Load, OnStep, fill, with_memory
 from kvpolicy.bench.parts import (
     ELEMENTWISE,
     HOST,
@@ -21,6 +19,7 @@ from kvpolicy.bench.parts import (
     part_of,
     timed_memory,
 )
+from kvpolicy.bench.timing import wait
 from kvpolicy.config import EngineConfig
 from kvpolicy.engine.engine import Engine
 from kvpolicy.models.loader import DecodeModel
@@ -109,7 +108,7 @@ def _by_kernels(engine: Engine, steps: int, known: dict[str, Any], host_ms: floa
     kernels = [
         (event.name, event.time_range.start, event.time_range.end)
         for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type.name == "CUDA"
     ]
     parts: dict[str, float] = defaultdict(float)
     for name, start, end in kernels:

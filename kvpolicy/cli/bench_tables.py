@@ -68,7 +68,7 @@ def step_table(reports: Sequence[StepReport]) -> str:
 
 def cell_table(cells: Sequence[Cell]) -> str:
     """One line per concurrency and controller; the ratio is to the first controller of the same."""
-    first = {}
+    first: dict[int, float] = {}
     for cell in cells:
         first.setdefault(cell.concurrency, cell.tokens_per_s)
     rows = [
