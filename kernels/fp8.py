@@ -34,7 +34,9 @@ def key_bytes(width: int) -> int:
 def quantize(values: Tensor, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
     """Codes and scales of vectors. values: [..., d] floating -> (e4m3 [..., d], float32 [...])."""
     values = values.float()
-    scale = values.abs().amax(dim=-1).clamp_min(LEAST) / LARGEST
+    largest = values.abs().amax(dim=-1).clamp_min(LEAST)
+    # By a tensor: CUDA divides by a number by multiplying with its inverse, which is off by a bit.
+    scale = largest / torch.full_like(largest, LARGEST)
     if power_of_two:  # the exponent of a float32 is rounded up where its fraction is not zero
         bits = scale.view(torch.int32)
         scale = ((bits + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from . import copy
+from . import copy, fp8
 from .publish import publish
 from .resolve import Resolved, resolve_batch
 from .retrieve import retrieve
@@ -16,7 +16,7 @@ from .retrieve import retrieve
 @dataclass(frozen=True, slots=True)
 class MemoryOps:
     """resolve: see ``kernels.resolve.resolve_batch``; copies and put: see ``kernels.copy``.
-    retrieve, publish: see the modules of these names."""
+    retrieve, publish: see the modules of these names. quantize_rows, quantize_keys: see ``kernels.fp8``."""
 
     resolve: Callable[..., Resolved]
     host_to_arena: Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -25,6 +25,8 @@ class MemoryOps:
     put: Callable[[Tensor, Tensor, Tensor], None]
     retrieve: Callable[..., Tensor]
     publish: Callable[..., None]
+    quantize_rows: Callable[[Tensor, int], Tensor]
+    quantize_keys: Callable[[Tensor], Tensor]
 
 
 def memory_ops(backend: str) -> MemoryOps:
@@ -38,8 +40,11 @@ def memory_ops(backend: str) -> MemoryOps:
             copy.put,
             retrieve,
             publish,
+            fp8.quantize_rows,
+            fp8.quantize_keys,
         )
     from .triton import copy as copy_triton
+    from .triton import fp8 as fp8_triton
     from .triton.publish import publish as publish_triton
     from .triton.resolve import resolve_batch as resolve_triton
     from .triton.retrieve import retrieve as retrieve_triton
@@ -52,4 +57,6 @@ def memory_ops(backend: str) -> MemoryOps:
         copy_triton.put,
         retrieve_triton,
         publish_triton,
+        fp8_triton.quantize_rows,
+        fp8_triton.quantize_keys,
     )

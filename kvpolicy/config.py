@@ -78,7 +78,8 @@ class EngineConfig(Settings):
 
     model: an embedded model's name, or a checkpoint folder; with dummy_weights a preset, of which
     ``layers`` (None: all) get random weights, with ``vocab`` tokens (None: the layers' share). dtype: of
-    weights and activations; kv_dtype: of the rows kept. backend: the kernels; ``auto`` is triton on
+    weights and activations. selection: with dummy_weights, where selections come from (the indexer works all
+    the same): ``model``, ``process[:seed=N]``, or ``RECORDING:context=N``; kv_dtype: of the rows and index keys kept. backend: the kernels; ``auto`` is triton on
     a GPU where it can run, else the reference; triton on the CPU is its interpreter, for tests.
     controller: NAME or PATH.py:NAME, with :key=value,... behind it; in Python also an object with
     ``decide`` or a function of an observation. controller_isolation: ``auto`` asks a controller that a
@@ -104,6 +105,7 @@ class EngineConfig(Settings):
     dummy_weights: bool = False
     layers: int | None = Field(default=None, ge=1)
     vocab: int | None = Field(default=None, ge=1)
+    selection: str = "model"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["auto", "reference", "triton"] = "auto"
     controller: SkipValidation[ControllerLike] = "hisparse"
@@ -121,7 +123,7 @@ class EngineConfig(Settings):
     decision_log: str | None = None
     clock: Literal["wall", "steps"] = "wall"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    kv_dtype: Literal["float32", "bf16"] = "float32"
+    kv_dtype: Literal["float32", "bf16", "fp8"] = "float32"
     bos: bool = False
     cuda_graphs: bool = True
     validate_: bool = Field(default=False, alias="validate")

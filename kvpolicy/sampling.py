@@ -59,6 +59,7 @@ def choose_token(row: NDArray[np.float32], params: SamplingParams, position: int
     if params.temperature == 0.0:
         return int(np.argmax(row))  # the first of equal maxima: the lowest id
     # From the maximum down, so that the smallest temperature overflows to -inf, never to +inf.
-    logits = (row.astype(np.float64) - row.max()) / params.temperature
+    with np.errstate(over="ignore"):
+        logits = (row.astype(np.float64) - row.max()) / params.temperature
     noisy = logits + gumbel(params.seed, position, Role.TARGET, logits.shape[0])
     return int(np.argmax(np.where(allowed(logits, params), noisy, -np.inf)))

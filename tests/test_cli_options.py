@@ -223,8 +223,6 @@ def test_bad_load_option(arguments: list[str], part: str) -> None:
         ["--shadow", "resident"],
         ["--model", "tiny-csa"],
         ["--admission", "accepted"],
-        ["--kv-dtype", "fp8"],
-        ["--set", "kv_dtype=fp8"],
     ],
 )
 def test_later_options_say_so(arguments: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Kernels compile for sm_90, on a machine that needs no GPU, and to the intended accesses and instructions."""
+"""Kernels compile for sm_90, on a machine without a GPU, to the intended accesses and instructions."""
 
 from __future__ import annotations
 
@@ -49,4 +49,4 @@ def test_layer_kernels_compile(tmp_path: Path) -> None:
     assert len(products) > 12 and len(lines) == len(products) + 2
     for line in products:
         assert len(line["wgmma"]) == 1 and line["wgmma"][0].startswith("m64n"), line
-        assert line["bulk"] >= 6, line
+        assert line["bulk"] >= 4, line

@@ -157,12 +157,12 @@ class TensorIndexCase(IndexCase):
 
 @FORMATS
 def test_scores_are_the_formula(device: torch.device, ops: Ops, dtype: torch.dtype) -> None:
-    """On tensor cores sums of 8-bit products keep 13 bits or more (2^-12 = 2.4e-4)."""
+    """Hopper adds 8-bit products with fewer bits than float32 has: 2^-11 is allowed there."""
     case = TensorIndexCase(device, dtype)
     ours, plain = case.scores(ops), case.scores(ReferenceOps(Tiling()))
     assert ours.dtype == torch.float32
     for row, seen in enumerate(case.visible.tolist()):
-        assert off(ours[row, :seen], plain[row, :seen]) < (1e-5 if device.type == "cpu" else 3e-4)
+        assert off(ours[row, :seen], plain[row, :seen]) < (1e-5 if device.type == "cpu" else 5e-4)
     q = case.pages.queries(case.q)[0].double()
     keys = case.pages.keys(0, 130).double()
     dots = ((q @ keys.T) * 0.3).clamp_min(0)
@@ -199,10 +199,27 @@ def test_programs_share_all_tiles(device: torch.device) -> None:
     visible[[4, 129]] = above
     segment = torch.zeros_like(visible)
     rows = (q, weights, pages, segment, visible, 40)
-    ours = index_scores(*rows, 1.0, above, shape=(16, 4, 1, 3, True))
+    ours = index_scores(*rows, 1.0, above, shape=(16, 4, 1, 3))
     plain = ReferenceOps(Tiling()).index_scores(*rows, 1.0)
     seen = torch.arange(40, device=device) < torch.where(visible > above, visible, 0)[:, None]
-    assert off(ours[seen], plain[seen]) < (1e-5 if device.type == "cpu" else 3e-4)
+    assert off(ours[seen], plain[seen]) < (1e-5 if device.type == "cpu" else 5e-4)
+
+
+@FORMATS
+def test_rows_of_a_segment_share_its_keys(device: torch.device, dtype: torch.dtype) -> None:
+    """Runs of three rows that see different numbers of entries: the bits of rows on their own."""
+    from kvpolicy.kernels.triton.index_scores_tensor import index_scores
+
+    case = TensorIndexCase(device, dtype)
+    segment = torch.tensor([0, 0, 0, 2, 2, 2], device=device)
+    visible = torch.tensor([20, 199, 200, 131, 5, 130], device=device)
+    rows = (case.q, case.weights, case.pages, segment, visible, 200, 0.3, 10)
+    ours, alone = index_scores(*rows, rows_per_segment=3), index_scores(*rows)
+    for row, seen in enumerate(visible.tolist()):
+        if seen > 10:
+            assert torch.equal(ours[row, :seen], alone[row, :seen])
+    with pytest.raises(ValueError, match="rows_per_segment = 4: must divide the 6 rows"):
+        index_scores(*rows, rows_per_segment=4)
 
 
 def test_a_scale_that_is_not_positive_is_refused(device: torch.device, ops: Ops) -> None:

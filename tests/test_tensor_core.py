@@ -6,17 +6,22 @@ One file for both forms: interpreted on the CPU, compiled on a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from kernel_cases import randn
+from micro import write_checkpoint
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvpolicy import Engine, EngineConfig, SamplingParams
 from kvpolicy.kernels import latents as plain
 from kvpolicy.kernels.elementwise import rope_table
 from kvpolicy.kernels.latents import LatentNorms
 from kvpolicy.kernels.ops import Ops, make_ops
+from kvpolicy.models.glm_dsa import GlmDsa
 
 # Unit-size results: float32 sums of at most 2,100 exact products, and a result rounded (by the
 # interpreter cut off) to 8 bits.
@@ -91,7 +96,9 @@ def test_ranges_add_up_alike_in_one_program_or_several(
     assert tensor_core.ranges_of(70, 3000, 1) > 1
     several = ops.linear(x, weight)
     assert torch.equal(ops.linear(x, weight), several)  # counters are as they were
-    monkeypatch.setattr(tensor_core, "SPREAD_ROWS", 0)
+    one = replace(tensor_core.INTERPRETED, spread=False)
+    monkeypatch.setattr(tensor_core, "INTERPRETED", one)
+    monkeypatch.setattr(tensor_core, "tile_of", lambda *_: replace(one, columns=64, stages=3))
     assert torch.equal(ops.linear(x, weight), several)
 
 
@@ -184,6 +191,25 @@ def test_a_row_has_the_same_bits_in_any_batch(device: torch.device, ops: Ops, na
     for start, stop in ((0, 1), (20, 21), (3, 8), (1, 18)):
         assert torch.equal(function(slice(start, stop)), whole[start:stop])
     assert function(slice(0, 0)).shape == (0, *whole.shape[1:])
+
+
+def test_a_model_computes_what_the_reference_computes(tmp_path: Path, device: torch.device) -> None:
+    """Loading holds every row's bits to themselves; results are those of the reference but for
+    rounding (the interpreter cuts off where the reference rounds)."""
+    folder = write_checkpoint(tmp_path)
+    ours, plain = (
+        GlmDsa(folder, device, "micro", backend, torch.bfloat16)
+        for backend in ("triton", "reference")
+    )
+    rows = torch.arange(17, device=device)
+    for one, other in zip(*(m._probe(m.ops, rows, 17, 64) for m in (ours, plain)), strict=True):
+        assert one.dtype == other.dtype
+        assert (one - other).float().norm() <= 0.02 * other.float().norm() + 1e-6
+    config = EngineConfig(device=device.type, controller="static:device_buffer_rows=20")
+    for model in (ours, plain):
+        with Engine(config, model=model) as engine:
+            (output,) = engine.generate([b"a few bytes"], SamplingParams(max_new_tokens=3))
+        assert len(output.tokens) == 3
 
 
 # --- true dimensions, on a GPU only ---------------------------------------------------------------

@@ -22,8 +22,8 @@ from .tensor_core import padded, product
 
 @dataclass(frozen=True, slots=True)
 class Bf16Ops(TritonOps):
-    """``kvpolicy.kernels.ops.Ops`` in bfloat16. Index scores, top-k and attention run on widened
-    queries."""
+    """``kvpolicy.kernels.ops.Ops`` in bfloat16. Index scores and attention run on tensor cores too,
+    except over keys and rows that are kept in float32: those take widened queries."""
 
     dtype: torch.dtype = torch.bfloat16
 
@@ -84,7 +84,8 @@ class Bf16Ops(TritonOps):
         most: int,
         scale: float,
     ) -> Tensor:
-        return index_scores(q.float(), weights, pages, row_segment, visible, most, scale)
+        q = _beside(q, pages.view)
+        return index_scores(q, weights, pages, row_segment, visible, most, scale)
 
     def index_top_k(
         self,
@@ -97,7 +98,8 @@ class Bf16Ops(TritonOps):
         k: int,
         scale: float,
     ) -> Tensor:
-        return index_top_k(q.float(), weights, pages, row_segment, visible, most, k, scale)
+        q = _beside(q, pages.view)
+        return index_top_k(q, weights, pages, row_segment, visible, most, k, scale)
 
     def sparse_mla(
         self,
@@ -108,5 +110,10 @@ class Bf16Ops(TritonOps):
         value_width: int,
         scale: float,
     ) -> Tensor:
-        attended = sparse_mla(query.float(), view, locations, valid, value_width, scale)
-        return attended.to(torch.bfloat16)
+        query = _beside(query, view)
+        return sparse_mla(query, view, locations, valid, value_width, scale).to(torch.bfloat16)
+
+
+def _beside(query: Tensor, view: Tensor) -> Tensor:
+    """The query as the kernels for rows or keys of this format read it."""
+    return query.float() if view.dtype == torch.float32 else query

@@ -85,7 +85,19 @@ def _key_range(
     start = 0
     while start < used:
         _slot, entry, key = _keys(
-            meta, meta_frames, start, used, capacity, step, hand, draws, spare, KEY, PER, FRAME, BLOCK
+            meta,
+            meta_frames,
+            start,
+            used,
+            capacity,
+            step,
+            hand,
+            draws,
+            spare,
+            KEY,
+            PER,
+            FRAME,
+            BLOCK,
         )
         candidate = entry >= 0
         count += tl.sum(candidate.to(tl.int32), 0)
@@ -151,7 +163,19 @@ def _take_victims(
     start = 0
     while start < used:
         slot, entry, key = _keys(
-            meta, meta_frames, start, used, capacity, step, hand, draws, spare, KEY, PER, FRAME, BLOCK
+            meta,
+            meta_frames,
+            start,
+            used,
+            capacity,
+            step,
+            hand,
+            draws,
+            spare,
+            KEY,
+            PER,
+            FRAME,
+            BLOCK,
         )
         tie = (entry >= 0) & (key == threshold)
         tie_goes = tie & (tied + tl.cumsum(tie.to(tl.int32), 0) <= ties)

@@ -155,7 +155,7 @@ def retrieve_fused(
         **table_constants(cache),
         BLOCK=shape.block,
         TILE=shape.tile,
-        NEAR=shape.near and device.type == "cuda",
+        NEAR=device.type == "cuda",
         EXTRA=PART_COUNTS,
         COPIERS=shape.programs,
         WAIT=device.type == "cuda",

@@ -122,8 +122,10 @@ def latents(
     query_out = torch.empty(n, q_rank, dtype=torch.bfloat16, device=device)
     row_out = torch.empty(n, rank + 2 * half, dtype=torch.float32, device=device)
     found: tuple[Tensor, ...] = (query_out, row_out)
+    key_out = weights_out = row_out  # not written where nothing is chosen
     if len(parts) > 2:
-        found += (row_out.new_empty(n, dim), row_out.new_empty(n, heads))
+        key_out, weights_out = row_out.new_empty(n, dim), row_out.new_empty(n, heads)
+        found += (key_out, weights_out)
     if n == 0:
         return found
     _latents_kernel[(n, len(parts) if len(parts) == 2 else 3)](
@@ -140,8 +142,8 @@ def latents(
         positions,
         query_out,
         row_out,
-        found[-2],
-        found[-1],
+        key_out,
+        weights_out,
         query.stride(0),
         row.stride(0),
         key.stride(0),

@@ -13,8 +13,9 @@ from torch import Tensor
 from ..copy import check_host, words_of
 from ..eviction import EvictionRule
 from ..retrieve import DecodeRows, StoreMemory
-from .copy import arena_side, host_side, plan, word_at
+from .copy import MOST_ROWS, TILE_WORDS, arena_side, host_side, plan, word_at
 from .eviction import device_key
+from .launch import blocks, power_of_two
 from .lists import Lists
 from .resolve import (
     PART_COUNTS,
@@ -30,11 +31,9 @@ from .union import resolve_union
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How retrieval is cut into programs. parts, block, warps: of resolve, per piece. programs, rows,
-    fetch_warps: of fetch: most programs, records that each moves at a time (0: as many as
-    fit a tile). fused: one launch for both, with the warps of resolve. tile: slots and
-    missing entries that resolve sees at a time. near: ask for frame numbers ahead. early: fetch is
-    launched while resolve ends (programmatic dependent launch)."""
+    """How retrieval is cut into programs. parts, block, warps: of resolve, per piece. tile: slots and missing
+    entries that it sees at a time. programs, rows, fetch_warps: of fetch: most programs, records that each
+    moves at a time (0: as many as fit a tile). fused: one launch for both, with the warps of resolve."""
 
     parts: int
     block: int
@@ -44,8 +43,6 @@ class Shape:
     fetch_warps: int = 4
     fused: bool = False
     tile: int = 1024
-    near: bool = True
-    early: bool = True
 
 
 @triton.jit
@@ -87,10 +84,8 @@ def _fetch(
     source, target, misses, host, records, pieces, segment,
     PIECES: tl.constexpr, PER: tl.constexpr, FRAME: tl.constexpr, RECORD: tl.constexpr,
     ALIGNED: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, SLICES: tl.constexpr, EARLY: tl.constexpr,
+    WIDTH: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     copy_segments(
         source, target, misses, host, records, tl.program_id(0), tl.num_programs(0), pieces, segment,
         PIECES, PER, FRAME, RECORD, ALIGNED, WORDS, ROWS, WIDTH, SLICES,
@@ -170,7 +165,7 @@ def resolve_rows(
         **table_constants(cache),
         BLOCK=shape.block,
         TILE=shape.tile,
-        NEAR=shape.near and device.type == "cuda",
+        NEAR=device.type == "cuda",
         EXTRA=PART_COUNTS,
         num_warps=shape.warps,
     )
@@ -183,22 +178,44 @@ def fetch_lists(store: StoreMemory, lists: Lists, shape: Shape) -> None:
     pieces, width = lists.source.shape
     constants = fetch_constants(store, pieces, shape.rows)
     programs = min(shape.programs, triton.cdiv(pieces * width, constants["ROWS"]))
-    early = shape.early and store.counts.device.type == "cuda"
     kernel: Any = _fetch
     kernel[(programs,)](
         lists.source, lists.target, lists.misses, store.host, words_of(store.cache.records),
-        pieces, width, **constants, EARLY=early, num_warps=shape.fetch_warps,
-        **({"launch_pdl": True} if early else {}),
+        pieces, width, **constants, num_warps=shape.fetch_warps,
     )  # fmt: skip
 
 
-def shape_for(pieces: int, width: int) -> Shape:
-    """The cut that was fastest."""
-    if pieces <= 4:
-        return Shape(parts=8, block=256, warps=4, programs=132, rows=0)
-    if pieces <= 64:
-        return Shape(parts=4, block=512, warps=4, programs=32, rows=0)
-    return Shape(parts=1, block=1024, warps=8, programs=32, rows=0)
+# Most pieces, and for so many: programs per piece, warps and tile of resolve; programs and warps of fetch.
+# us on one H200 (top-k 2048, 4096 slots, records of 2624 bytes, in a CUDA graph; resolve when all hit,
+# then resolve + fetch with 14 % missing: in two launches, in one): batch 1: 3.9, 28.7, 29.2; 16: 5.3, 254,
+# 256; 128: 11.3, 1936, 1938. So one launch for both wins nowhere. Two parts at 128: 11.7, and 22 instead
+# of 19 with misses. Fetch at 128: 48 programs x 4 warps 1936, 16 x 16 warps 1939, 24 x 4 2369; the smaller
+# grid leaves the other SMs to what runs beside it. Records of 1152 bytes at 128: 883 (16 x 16 warps, 16 at
+# a time) to 936.
+# Launching fetch early (programmatic dependent launch) cost 0.2.
+CUTS = (
+    (24, 8, 8, 512, 132, 4),
+    (64, 4, 8, 512, 16, 16),
+    (1 << 30, 1, 16, 1024, 16, 16),
+)
+# Columns that a program looks up at least, and most at a time.
+LEAST_COLUMNS, MOST_COLUMNS = 128, 2048
+# Words that a warp of fetch moves at a time, unless records are this long: then a program takes one tile.
+WORDS_PER_WARP, LONG_RECORD = 512, 1024
+
+
+def shape_for(pieces: int, width: int, words: int) -> Shape:
+    """The cut for so many pieces, selected entries of each and words of a record."""
+    cut = next(cut for most, *cut in CUTS if pieces <= most)
+    parts, warps, tile, programs, fetch_warps = cut
+    while parts > 1 and width < parts * LEAST_COLUMNS:
+        parts //= 2
+    block = min(power_of_two(blocks(width, parts), 16), MOST_COLUMNS)
+    warps = max(4, min(warps, block // 32))
+    size = power_of_two(words)
+    tile_words = TILE_WORDS if size >= LONG_RECORD else fetch_warps * WORDS_PER_WARP
+    most = max(1, tile_words // size)
+    return Shape(parts, block, warps, programs, min(most, MOST_ROWS), fetch_warps, tile=tile)
 
 
 def retrieve(
@@ -211,7 +228,8 @@ def retrieve(
     shape: Shape | None = None,
 ) -> Tensor:
     """See :func:`kvpolicy.kernels.retrieve.retrieve`: the same in every bit of everything."""
-    cut = shape or shape_for(rows.seat.shape[0], chosen.shape[1])
+    words = words_of(store.cache.records).shape[2]
+    cut = shape or shape_for(rows.seat.shape[0], chosen.shape[1], words)
     if rows.q > 1:
         location, lists = resolve_union(store, rows, chosen, rule, first)
         fetch_lists(store, lists, cut)

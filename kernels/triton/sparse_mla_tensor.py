@@ -28,6 +28,7 @@ from torch import Tensor
 from ..fp8 import GROUP, row_bytes
 from .fp8 import round_bf16
 from .launch import FUSION, aligned, blocks, power_of_two
+from .sparse_mla_inputs import prepare_offsets, prepare_queries
 
 # Below any score, and far enough from the limits of float32 that differences stay finite.
 LOWEST = tl.constexpr(-1e30)
@@ -36,65 +37,28 @@ LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a call is cut: rows of a tile, parts of a selection, and what the compiler is told."""
+    """How a call is cut: rows of a tile, parts of a selection, what the compiler is told, and heads
+    of a tile (16 take mma.sync, 64 the wider wgmma)."""
 
     rows: int
     parts: int
     warps: int
     stages: int
+    heads: int = 64
 
 
-def choose_shape(heads: int, k: int, eight_bit: bool) -> Shape:
-    """The shape for a model's heads, k and row format: never for a batch."""
-    if heads <= 16:
-        return Shape(rows=32, parts=min(8, blocks(k, 32)), warps=4, stages=3)
-    return Shape(rows=32 if eight_bit else 64, parts=min(4, blocks(k, 64)), warps=8, stages=2)
-
-
-@triton.jit
-def _prepare_offsets(
-    locations: tl.tensor,
-    valid: tl.tensor,
-    offsets: tl.tensor,
-    k: tl.constexpr,
-    K: tl.constexpr,
-    PER: tl.constexpr,
-    FRAME: tl.constexpr,
-    ROW: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Where selected rows start in the arena, -1 where none is: once, not in each pass of a loop.
-    K: k rounded up to whole parts. FRAME, ROW: strides in the unit of the result. WIDE: the arena
-    has 2^31 items or more."""
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = tl.load(valid + row * k + place, mask=place < k, other=0) != 0
-    location = tl.load(locations + row * k + place, mask=place < k, other=0)
-    if not WIDE:  # 32-bit division does
-        location = location.to(tl.int32)
-    offset = (location // PER).to(tl.int64) * FRAME + (location % PER).to(tl.int64) * ROW
-    tl.store(offsets + row * K + place, tl.where(there, offset, -1), mask=place < K)
-
-
-@triton.jit
-def _prepare_queries(
-    query: tl.tensor,
-    narrow: tl.tensor,
-    factors: tl.tensor,
-    width: tl.constexpr,
-    value_width: tl.constexpr,
-) -> None:
-    """Latent queries as float16, moved by a power of two so that the largest of a head is in
-    [2^14, 2^15); factors: what undoes it."""
-    head = tl.program_id(0).to(tl.int64)
-    value = tl.arange(0, value_width)
-    wide = tl.load(query + head * width + value).to(tl.float32)
-    exponent = (tl.max(tl.abs(wide), axis=0).to(tl.int32, bitcast=True) >> 23) - 127
-    exponent = tl.minimum(tl.maximum(exponent, -100), 120)
-    moved = wide * ((141 - exponent) << 23).to(tl.float32, bitcast=True)
-    tl.store(narrow + head * value_width + value, moved.to(tl.float16))
-    tl.store(factors + head, ((113 + exponent) << 23).to(tl.float32, bitcast=True))
+def choose_shape(heads: int, k: int) -> Shape:
+    """The shape for a model's heads and k: never for a batch."""
+    # Three tiles of 32 rows and 64 heads' queries fill shared memory: five stages keep two tiles of rows
+    # (and two of their offsets) on the way while one is attended. Tiles of 64 rows leave room for two,
+    # and the next is asked for only after the last product (5 us a tile, seen on an H200).
+    # More parts help a batch of 1 and cost one of 128, whose partial sums go through memory: with tiles
+    # of 64 rows, bf16 and 64 heads, it took 172 / 93 / 50 / 30 us for one row in 1 / 2 / 4 / 8
+    # parts, and 183 / 213 / 239 / 282 us for 128 rows. The form here is checked there, not timed.
+    parts = min(4, blocks(k, 32))
+    if heads <= 16:  # 16 heads fit mma.sync; wgmma takes 64
+        return Shape(rows=32, parts=parts, warps=4, stages=5, heads=16)
+    return Shape(rows=32, parts=parts, warps=8, stages=5)
 
 
 @triton.jit
@@ -321,31 +285,58 @@ def sparse_mla(
     multiple of 4). locations: int64 or int32 [n, k]; valid: bool [n, k]. Returns [n, H, value_width]
     in the query's dtype; zeros for a row without valid entries.
     """
-    n, heads, width = query.shape
+    n, heads, _ = query.shape
     k = locations.shape[1]
     out = torch.empty(n, heads, value_width, dtype=query.dtype, device=query.device)
     if out.numel() == 0:
         return out
-    eight_bit = view.dtype == torch.uint8
-    shape = shape or choose_shape(heads, k, eight_bit)
-    parts = shape.parts
-    partial, stats = out, out
-    if parts > 1:
-        partial = query.new_empty(n, parts, heads, value_width, dtype=torch.float32)
-        stats = query.new_empty(n, parts, heads, 2, dtype=torch.float32)
-    tile = 16 if heads <= 16 else min(64, power_of_two(heads))
+    shape = shape or choose_shape(heads, k)
+    if shape.parts == 1:
+        _attend(query, view, locations, valid, out, out, scale, shape)
+        return out
+    partial = query.new_empty(n, shape.parts, heads, value_width, dtype=torch.float32)
+    stats = query.new_empty(n, shape.parts, heads, 2, dtype=torch.float32)
+    _attend(query, view, locations, valid, partial, stats, scale, shape)
+    _combine[(n * heads,)](
+        partial,
+        stats,
+        out,
+        heads=heads,
+        value_width=value_width,
+        PARTS=shape.parts,
+        VALUES=power_of_two(value_width),
+        num_warps=4 if value_width >= 512 else 1,
+        **FUSION,
+    )
+    return out
+
+
+def _attend(
+    query: Tensor,
+    view: Tensor,
+    locations: Tensor,
+    valid: Tensor,
+    out: Tensor,
+    stats: Tensor,
+    scale: float,
+    shape: Shape,
+) -> None:
+    """The parts' sums and stats, or, of one part, the result."""
+    n, heads, width = query.shape
+    k, value_width = locations.shape[1], out.shape[-1]
+    tile = shape.heads
     rows = min(shape.rows, power_of_two(k, least=16))
-    part = blocks(blocks(k, parts), rows) * rows
+    part = blocks(blocks(k, shape.parts), rows) * rows
     query = aligned(query.to(torch.bfloat16).contiguous())
     # Rows lie at multiples of this many items: 16 bytes at true sizes, so loads may be as wide.
     unit = gcd(view.stride(0), view.stride(1), 16 // view.element_size())
-    offsets = _offsets(view, locations, valid, parts * part, unit)
+    offsets = prepare_offsets(view, locations, valid, shape.parts * part, unit)
     arguments = {
         "UNIT": unit,
         "heads": heads,
         "width": width,
         "value_width": value_width,
-        "PARTS": parts,
+        "PARTS": shape.parts,
         "PART": part,
         "PART_BLOCK": power_of_two(part),
         "HEADS": tile,
@@ -355,55 +346,13 @@ def sparse_mla(
         "num_warps": shape.warps,
         **FUSION,
     }
-    grid = (n * blocks(heads, tile) * parts,)
-    factor = scale * LOG2E
-    if eight_bit:
-        if view.shape[2] != row_bytes(value_width, width - value_width):
-            raise ValueError(f"records of {view.shape[2]} bytes: no rows of {width} values")
-        codes, scales = view.view(torch.float8_e4m3fn), view.view(torch.float32)
-        narrow = query.new_empty(n, heads, value_width, dtype=torch.float16)
-        factors = query.new_empty(n, heads, dtype=torch.float32)
-        _prepare_queries[(n * heads,)](
-            query, narrow, factors, width=width, value_width=value_width, num_warps=1, **FUSION
-        )
-        rows_of = (narrow, factors, codes, scales, view.view(torch.bfloat16))
-        arguments["GROUP"] = GROUP
-        _attend_fp8[grid](query, *rows_of, offsets, partial, stats, factor, **arguments)
-    else:
+    grid = (n * blocks(heads, tile) * shape.parts,)
+    if view.dtype != torch.uint8:
         arguments["VALUES"] = power_of_two(value_width, least=16)
-        _attend_bf16[grid](query, view, offsets, partial, stats, factor, **arguments)
-    if parts > 1:
-        _combine[(n * heads,)](
-            partial,
-            stats,
-            out,
-            heads=heads,
-            value_width=value_width,
-            PARTS=parts,
-            VALUES=power_of_two(value_width),
-            num_warps=4 if value_width >= 512 else 1,
-            **FUSION,
-        )
-    return out
-
-
-def _offsets(view: Tensor, locations: Tensor, valid: Tensor, padded: int, unit: int) -> Tensor:
-    """Offsets of rows in ``view``, in units of its items; -1 where none is: int64 [n, padded]."""
-    n, k = locations.shape
-    offsets = torch.empty(n, padded, dtype=torch.int64, device=view.device)
-    block = min(1024, power_of_two(padded))
-    _prepare_offsets[(n, blocks(padded, block))](
-        aligned(locations.contiguous()),
-        aligned(valid.contiguous().view(torch.uint8)),
-        offsets,
-        k=k,
-        K=padded,
-        PER=view.shape[1],
-        FRAME=view.stride(0) // unit,
-        ROW=view.stride(1) // unit,
-        WIDE=view.shape[0] * view.shape[1] >= 2**31,
-        BLOCK=block,
-        num_warps=4,
-        **FUSION,
-    )
-    return offsets
+        _attend_bf16[grid](query, view, offsets, out, stats, scale * LOG2E, **arguments)
+        return
+    if view.shape[2] != row_bytes(value_width, width - value_width):
+        raise ValueError(f"records of {view.shape[2]} bytes: no rows of {width} values")
+    records = [view.view(dtype) for dtype in (torch.float8_e4m3fn, torch.float32, torch.bfloat16)]
+    inputs = (query, *prepare_queries(query, value_width), *records, offsets)
+    _attend_fp8[grid](*inputs, out, stats, scale * LOG2E, GROUP=GROUP, **arguments)

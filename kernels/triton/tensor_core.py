@@ -30,65 +30,84 @@ from .launch import ALIGNMENT, FUSION, blocks, power_of_two
 PROCESSORS = 132
 # No range is shorter; ranges are multiples of STEP, the widest inner tile.
 LEAST_RANGE, STEP = 1024, 128
-# From this many rows on one program walks all ranges: there are enough of them.
-SPREAD_ROWS = 128
 _ARRIVED: dict[torch.device, Tensor] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One program's share: columns of outputs x rows, and how it walks the inner width."""
+    """One program's share: columns of outputs x rows, and how it walks the inner width.
+
+    spread: where there are ranges, each is a program's. whole: full tiles are stored by descriptor.
+    """
 
     columns: int
     rows: int
     inner: int
     warps: int
     stages: int
+    spread: bool = True
+    whole: bool = True
 
 
-# Measured on an H200 for GLM-5.3's products (kvpolicy bench kernels --only linear). few: of weights with fewer
-# tiles than multiprocessors, so that one deep pipeline each keeps the memory busy; many: two programs
-# share a multiprocessor; heads: inner widths of 192 and 512; gated: two accumulators.
+# (most rows, tile), the last for any number. Measured on an H200 for GLM-5.3's products, some 40 tiles a
+# row count (today: kvpolicy bench kernels --only linear). ranges, few: weights with fewer tiles than
+# multiprocessors, so that one deep pipeline each keeps the memory busy; many: two programs share a multiprocessor;
+# heads: inner widths of 192 and 512; gated: two accumulators.
 TILES = {
+    "ranges": (
+        (16, Tile(64, 16, 128, 4, 6)),
+        (32, Tile(64, 32, 128, 4, 6)),
+        (64, Tile(64, 64, 128, 4, 6)),
+        (128, Tile(64, 128, 128, 4, 4)),
+        (256, Tile(64, 128, 64, 4, 4)),
+        (512, Tile(128, 256, 64, 8, 4)),
+        (1024, Tile(64, 128, 64, 4, 3, spread=False)),
+    ),
     "few": (
-        Tile(64, 16, 128, 4, 6),
-        Tile(64, 32, 128, 4, 6),
-        Tile(64, 64, 128, 4, 6),
-        Tile(64, 128, 128, 4, 4),
-        Tile(128, 128, 64, 4, 4),
+        (16, Tile(64, 16, 128, 4, 6)),
+        (32, Tile(64, 32, 128, 4, 6)),
+        (64, Tile(64, 64, 128, 4, 6)),
+        (128, Tile(64, 128, 128, 4, 4)),
+        (256, Tile(128, 64, 64, 4, 4)),
+        (512, Tile(128, 256, 64, 8, 4, whole=False)),
+        (1024, Tile(128, 128, 64, 4, 4)),
     ),
     "many": (
-        Tile(64, 16, 128, 4, 4),
-        Tile(64, 32, 128, 4, 4),
-        Tile(128, 64, 64, 4, 4),
-        Tile(256, 128, 64, 8, 4),
-        Tile(128, 128, 64, 4, 3),
+        (16, Tile(64, 16, 128, 4, 4)),
+        (32, Tile(64, 32, 128, 4, 4)),
+        (64, Tile(128, 64, 64, 4, 4)),
+        (256, Tile(64, 128, 64, 4, 3)),
+        (512, Tile(128, 128, 64, 4, 4)),
+        (1024, Tile(128, 128, 64, 4, 3)),
     ),
     "heads": (
-        Tile(64, 16, 64, 4, 3),
-        Tile(64, 32, 64, 4, 3),
-        Tile(64, 64, 64, 4, 3),
-        Tile(128, 128, 64, 8, 3),
-        Tile(128, 128, 64, 8, 3),
+        (16, Tile(128, 16, 64, 4, 6)),
+        (32, Tile(64, 32, 64, 4, 3)),
+        (64, Tile(64, 64, 64, 4, 3)),
+        (512, Tile(128, 128, 64, 4, 3)),
+        (1024, Tile(128, 128, 64, 4, 2)),
     ),
     "gated": (
-        Tile(64, 16, 128, 4, 5),
-        Tile(64, 32, 128, 4, 5),
-        Tile(64, 64, 128, 4, 4),
-        Tile(64, 128, 64, 8, 6),
-        Tile(64, 256, 64, 8, 4),
+        (16, Tile(64, 16, 128, 4, 5)),
+        (32, Tile(64, 32, 128, 4, 5)),
+        (64, Tile(64, 64, 128, 4, 4)),
+        (512, Tile(64, 128, 128, 4, 3)),
+        (1024, Tile(64, 256, 64, 8, 4, whole=False)),
     ),
 }
 INTERPRETED = Tile(32, 16, 128, 4, 1)
 
 
-def tile_of(n: int, n_out: int, heads: int, gated: bool) -> Tile:
-    """The tile for n rows of a weight: the smallest that holds them, or the largest."""
-    kind = "gated" if gated else "heads" if heads > 1 else "many"
-    if kind == "many" and blocks(n_out, 64) < PROCESSORS:
-        kind = "few"
+def tile_of(n: int, n_out: int, heads: int, gated: bool, ranges: int) -> Tile:
+    """The tile for n rows of a weight."""
+    if gated or heads > 1:
+        kind = "gated" if gated else "heads"
+    elif ranges > 1:
+        kind = "ranges"
+    else:
+        kind = "few" if blocks(n_out, 64) < PROCESSORS else "many"
     tiles = TILES[kind]
-    return next((tile for tile in tiles if n <= tile.rows), tiles[-1])
+    return next((tile for most, tile in tiles if n <= most), tiles[-1][1])
 
 
 def ranges_of(n_out: int, n_in: int, heads: int) -> int:
@@ -258,14 +277,14 @@ def product(
     if out.numel() == 0:
         return out
     x = padded(x)
-    tile = tile_of(n, n_out, heads, gated)
+    ranges = 1 if gated else ranges_of(n_out, n_in, heads)
+    tile = tile_of(n, n_out, heads, gated, ranges)
     if x.device.type == "cpu":
         tile = INTERPRETED
-    ranges = 1 if gated else ranges_of(n_out, n_in, heads)
     length = blocks(blocks(n_in, ranges), STEP) * STEP
     inner = min(tile.inner, power_of_two(n_in, least=16))
     tiles = blocks(n, tile.rows) * blocks(n_out, tile.columns)
-    spread = ranges > 1 and n <= SPREAD_ROWS
+    spread = ranges > 1 and tile.spread
     partial = out
     if spread:
         size = heads * tiles * ranges * tile.rows * tile.columns
@@ -274,7 +293,7 @@ def product(
     weights = TensorDescriptor(
         weight, [weight.shape[0] * n_out, n_in], [weight.stride(1), 1], [tile.columns, inner]
     )
-    whole = not spread and n_out % tile.columns == 0 and _readable(out)
+    whole = tile.whole and not spread and n_out % tile.columns == 0 and _readable(out)
     out_tile = weights
     if whole:
         shape = [n, (heads - 1) * out.stride(1) + n_out]

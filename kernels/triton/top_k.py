@@ -6,7 +6,8 @@ counts as +0.0; see ``kernels/indexer.py``): a score's *key*.
 1. ``_maxima``: the entries of a row fall into GROUPS interleaved groups; the largest key of each.
    There are at least 2 k groups, so the k-th largest of these maxima is a bound that k entries
    reach, and few others (for 100,000 independent scores and k = 2,048 about 2,800 entries do).
-2. ``_candidates``: finds that bound (a little lower: what up to k / 8 more maxima reach) and lists the entries that reach it, in order.
+2. ``_candidates``: finds that bound (a little lower: what up to k / 8 more maxima reach) and lists
+   the entries that reach it, in order.
 3. ``_choose``: finds the k-th key among the candidates in registers, and writes what lies above and
    of its equals the lowest entries. Should ties or a hostile order leave more candidates than fit,
    it searches the whole row, in up to 16 passes: slower, and as exact.
@@ -187,7 +188,11 @@ def _choose(
 
 
 def choose_parts(n: int, device: torch.device) -> int:
-    """Programs that share a row's scores: about 4 for each multiprocessor in all, 4 to 16."""
+    """Programs that share a row's scores: about 4 for each multiprocessor in all, 4 to 16.
+
+    On an H200, 100,000 scores, k = 2,048: 1 row takes 44 / 32 / 28 us with 4 / 8 / 16, 16 rows take 46 /
+    35 / 34, and 128 rows 97 / 97 / 110.
+    """
     return min(16, max(4, power_of_two(4 * processors(device) // max(n, 1))))
 
 

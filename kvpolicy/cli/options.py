@@ -210,12 +210,21 @@ class Options:
         int | None,
         _option("--vocab", _ENGINE, "With --dummy-weights: vocabulary (the layers' share).", "N"),
     ] = None
+    selection: Annotated[
+        str | None,
+        _option(
+            "--selection",
+            _ENGINE,
+            "With --dummy-weights: whose selections are read; the indexer works all the same.",
+            "model|process|RECORDING:context=N",
+        ),
+    ] = None
     dtype: Annotated[
         str | None,
         _option("--dtype", _ENGINE, "Weights and arithmetic.", "float32|bfloat16"),
     ] = None
     kv_dtype: Annotated[
-        str | None, _option("--kv-dtype", _ENGINE, "Format of KV rows.", "float32|bf16")
+        str | None, _option("--kv-dtype", _ENGINE, "Format of KV rows.", "float32|bf16|fp8")
     ] = None
     max_concurrency: Annotated[
         int | None, _option("--max-concurrency", _ENGINE, "Most requests at a time.", "N")
@@ -230,6 +239,14 @@ class Options:
             _ENGINE,
             "What arrivals and latencies count; a step counts as 1 ms, and runs repeat exactly.",
             "wall|steps",
+        ),
+    ] = None
+    cuda_graphs: Annotated[
+        bool | None,
+        _flag(
+            "--cuda-graphs/--no-cuda-graphs",
+            _ENGINE,
+            "Run steps of plain decoding as CUDA graphs, on a GPU with Triton (default yes).",
         ),
     ] = None
     validate: Annotated[

@@ -15,7 +15,7 @@ from kvpolicy.memory.decode import NOBODY, DecodeInputs, Row
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.rule import CacheRule
 from kvpolicy.memory.segments import Segment
-from kvpolicy.models.loader import DecodeModel
+from kvpolicy.models.loader import DeviceModel
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class _Key:
 
 @dataclass(slots=True)
 class _Program:
-    """A step of fixed shape, ready to be run again. graph: None where it is run call by call."""
+    """A captured step, ready to be run again with other numbers in ``inputs``."""
 
     inputs: DecodeInputs
     logits: Tensor
@@ -55,7 +55,7 @@ class Decoder:
 
     def __init__(
         self,
-        model: DecodeModel,
+        model: DeviceModel,
         memory: Hierarchy,
         sampler: DeviceSampler | None,
         most_rows: int,

@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from kvpolicy.config import EngineConfig, SamplingParams
 from kvpolicy.controllers import ControllerLike
 from kvpolicy.engine.clock import Clock
-from kvpolicy.engine.executor import Executor, Launched
+from kvpolicy.engine.executor import Executor, Launched, Logits
 from kvpolicy.engine.handle import RequestHandle, TokenStream
 from kvpolicy.engine.loop import ControlLoop, LoadView
 from kvpolicy.engine.metrics import Metrics, Progress, Sample
 from kvpolicy.engine.observer import StepObserver
+from kvpolicy.engine.parts import finish, load, make_memory, pick_device
 from kvpolicy.engine.prompt import Prompt, token_ids
 from kvpolicy.engine.reload import RunTimeChanges, changes, read
-from kvpolicy.engine.request import Request, RequestOutput, State
+from kvpolicy.engine.request import Request, RequestOutput
 from kvpolicy.engine.residents import Residents
 from kvpolicy.engine.scheduler import Scheduler
 from kvpolicy.errors import UserError, reason
-from kvpolicy.kernels.memory_ops import memory_ops
-from kvpolicy.memory.accounting import Reserve
-from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.layout import Layout
-from kvpolicy.models.loader import DecodeModel, Dummy, load_model
+from kvpolicy.models.loader import DecodeModel
 from kvpolicy.telemetry.record import run_record
 from kvpolicy.telemetry.slo import Slo
-
-MIB = 1 << 20
-log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -50,8 +42,8 @@ class Engine:
         self.config = EngineConfig() if config is None else config
         if not isinstance(self.config, EngineConfig):
             raise UserError(f"config = {config!r}: must be an EngineConfig")
-        self.device = _device(self.config.device)
-        self.model = model or _load(self.config, self.device)
+        self.device = pick_device(self.config.device)
+        self.model = model or load(self.config, self.device)
         self._layout = Layout(self.model.geometry, self.config.kv_dtype)
         self.control = ControlLoop(
             self.config.controller,
@@ -64,7 +56,9 @@ class Engine:
             decision_log=self.config.decision_log,
             isolate=self.config.controller_isolation == "auto",
         )
-        self.memory = self._make_memory()
+        self.memory = make_memory(
+            self.config, self._layout, self.control.rule, self.model.backend, self.device
+        )
         self.scheduler = Scheduler(self.config.max_concurrency, self.config.prefill_chunk)
         self.requests: dict[int, Request] = {}
         self.totals = Metrics()
@@ -81,23 +75,6 @@ class Engine:
         self._closed = False
         self._broken = ""
 
-    def _make_memory(self) -> Hierarchy:
-        config, layout = self.config, self._layout
-        staging = config.staging_rows or config.max_concurrency * layout.topk
-        return Hierarchy(
-            layout,
-            device_bytes=int(config.device_kv_mib * MIB),
-            host_bytes=int(config.host_kv_mib * MIB),
-            reserve=Reserve(
-                staging, config.max_concurrency + config.prefill_chunk, config.max_concurrency
-            ),
-            floor_rows=config.floor_rows,
-            rule=self.control.rule,
-            device=self.device,
-            poison=config.validate_,
-            ops=memory_ops(self.model.backend),
-        )
-
     @property
     def steps(self) -> int:
         """Engine steps so far, skipped ones included."""
@@ -105,10 +82,17 @@ class Engine:
 
     # --- requests --------------------------------------------------------------------------------
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestHandle:
-        """Queue a request. UserError for an empty or wrong prompt, CapacityError (naming the tier)
-        for one that this engine could never hold."""
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, context: int = 0
+    ) -> RequestHandle:
+        """Queue a request. context: with dummy weights, tokens before the prompt that count as computed:
+        pseudo-random rows stand in for theirs (to measure long contexts without reading them).
+
+        UserError for an empty or wrong prompt, CapacityError (naming the tier) for one that this engine
+        could never hold."""
         self._check_open()
+        if context and not (context > 0 and getattr(self.model, "dummy", False)):
+            raise UserError(f"context = {context!r}: goes with dummy weights, and counts tokens")
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise UserError(f"params = {params!r}: must be SamplingParams")
@@ -120,11 +104,12 @@ class Engine:
             stops=params.stop_bytes(),
             arrived_step=self.steps,
             clock=self.clock,
+            context=context,
         )
         limit = self.model.geometry.max_context
         if request.max_tokens > limit:
             raise UserError(
-                f"prompt of {len(request.prompt)} tokens + max_new_tokens = {params.max_new_tokens}: "
+                f"prompt of {request.prompt_end} tokens + max_new_tokens = {params.max_new_tokens}: "
                 f"the model's context is {limit} tokens"
             )
         rows = self.residents.initial_rows(request)
@@ -149,7 +134,7 @@ class Engine:
         return True
 
     def _cancel(self, request: Request) -> None:
-        if request.state is not State.FINISHED:
+        if not request.finished:
             request.finish("cancelled")
             self._retire(request)
 
@@ -267,13 +252,15 @@ class Engine:
         if launched is None:
             return
         for request, token, row in launched.tokens():
-            if request.state is State.FINISHED:  # cancelled, or ended by the token before
-                continue
-            request.take(token, row)
-            self.totals.generated_tokens += token is not None
-            if request.state is State.FINISHED:
-                self._retire(request)
+            if not request.finished:  # else cancelled, or ended by the token before
+                self._give(request, token, row)
         self.totals.waited_seconds += launched.waited
+
+    def _give(self, request: Request, token: int | None, row: Logits) -> None:
+        request.take(token, row)
+        self.totals.generated_tokens += token is not None
+        if request.finished:
+            self._retire(request)
 
     def _retire(self, request: Request) -> None:
         self.scheduler.remove(request)
@@ -329,8 +316,7 @@ class Engine:
         """How far everything submitted so far is."""
         live, totals = self.requests.values(), self.totals
         return Progress(
-            prompt_tokens_done=totals.ended_prompt_tokens
-            + sum(min(r.computed, len(r.prompt)) for r in live),
+            prompt_tokens_done=totals.ended_prompt_tokens + sum(r.prompt_done for r in live),
             prompt_tokens_total=totals.prompt_tokens,
             generated_tokens=totals.generated_tokens,
             max_new_tokens_total=totals.max_new_tokens,
@@ -400,7 +386,7 @@ class Engine:
         finally:
             self.control.close()
             self._launched = None
-            _finish(self.device)
+            finish(self.device)
             self.executor.close()
             self.memory.close()
 
@@ -414,30 +400,3 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _load(config: EngineConfig, device: torch.device) -> DecodeModel:
-    """The model that a config names."""
-    dummy = Dummy(config.layers, config.vocab) if config.dummy_weights else None
-    if dummy is None and not (config.layers is None and config.vocab is None):
-        name = "vocab" if config.layers is None else "layers"
-        raise UserError(f"{name} = {getattr(config, name)}: goes with dummy_weights")
-    return load_model(config.model, device, config.backend, config.dtype, dummy)
-
-
-def _finish(device: torch.device) -> None:
-    """Wait for all kernels: they read and write the pinned host pool in place, which nobody else tracks."""
-    if device.type != "cuda":
-        return
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError as error:  # a device that has failed computes nothing any more
-        log.warning("closing: %s", reason(error))
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("device = 'cuda': no CUDA device is available here; use cpu or auto")
-    return torch.device(name)

@@ -17,7 +17,7 @@ from kvpolicy.engine.scheduler import Batch, Rows
 from kvpolicy.kernels.paging import upload
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.transfer import ToHost
-from kvpolicy.models.loader import DecodeModel
+from kvpolicy.models.loader import DecodeModel, on_device_only
 from kvpolicy.sampling import choose_token
 
 Logits = NDArray[np.float32]
@@ -47,7 +47,7 @@ class _Emitted:
             return found[0] if found[1] else None
         if not np.isfinite(row).all():
             return None
-        return choose_token(row, request.params, len(request.prompt) + len(request.tokens))
+        return choose_token(row, request.params, request.prompt_end + len(request.tokens))
 
 
 class Launched:
@@ -83,7 +83,7 @@ class Executor:
         on_device = self._device.type == "cuda" and model.backend == "triton"
         self.sampler = DeviceSampler(seats, self._device) if on_device else None
         self.decoder: Decoder | None = None
-        if getattr(model, "device_only", False):
+        if on_device_only(model):
             capture = graphs and on_device
             self.decoder = Decoder(model, memory, self.sampler, seats, capture)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvpolicy.engine.request import Request, RequestOutput, State
+from kvpolicy.engine.request import Request, RequestOutput
 from kvpolicy.errors import IntegrityError
 
 
@@ -25,7 +25,7 @@ class RequestHandle:
     @property
     def done(self) -> bool:
         """Whether the request has ended, for whatever reason."""
-        return self._request.state is State.FINISHED
+        return self._request.finished
 
     def cancel(self) -> None:
         """End the request now and free its memory; tokens made so far stay readable."""

@@ -103,7 +103,7 @@ class Metrics:
         """Count a request that has ended, and its latencies."""
         self.finished += 1
         self.longest_wait = max(self.longest_wait, request.longest_wait)
-        self.ended_prompt_tokens += min(request.computed, len(request.prompt))
+        self.ended_prompt_tokens += request.prompt_done
         if request.first_token is None or request.last_token is None:
             return
         self.ttft.append(request.first_token - request.arrived)

@@ -30,10 +30,13 @@ def pick_device(name: str) -> torch.device:
 
 def load(config: EngineConfig, device: torch.device) -> DecodeModel:
     """The model that a config names. UserError for one that cannot be had."""
-    dummy = Dummy(config.layers, config.vocab) if config.dummy_weights else None
-    if dummy is None and not (config.layers is None and config.vocab is None):
-        name = "vocab" if config.layers is None else "layers"
-        raise UserError(f"{name} = {getattr(config, name)}: goes with dummy_weights")
+    dummy = None
+    if config.dummy_weights:
+        dummy = Dummy(config.layers, config.vocab, config.selection)
+    for name in () if dummy else ("layers", "vocab", "selection"):
+        value = getattr(config, name)
+        if value != EngineConfig.model_fields[name].default:
+            raise UserError(f"{name} = {value}: goes with dummy_weights")
     return load_model(config.model, device, config.backend, config.dtype, dummy)
 
 

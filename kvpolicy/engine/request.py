@@ -72,7 +72,8 @@ class RequestOutput:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request inside the engine. computed: tokens whose rows are committed. issued: tokens that have
+    """A request inside the engine. context: tokens before the prompt, whose rows nobody computed (see
+    ``Engine.submit``). computed: tokens whose rows are committed. issued: tokens that have
     been decided, of which the last may be known to the device only. stops: stop texts.
 
     waiting_since: engine step at which it came, or was preempted. Times are the clock's seconds:
@@ -86,6 +87,7 @@ class Request:
     stops: tuple[bytes, ...]
     arrived_step: int
     clock: Clock
+    context: int = 0
     arrived: float = 0.0
     state: State = State.WAITING
     admitted_step: int = 0
@@ -106,9 +108,15 @@ class Request:
 
     def __post_init__(self) -> None:
         self.arrived = self.clock.now()
+        self.computed = self.context
         self.waiting_since = self.arrived_step
         if self.params.deadline_ms is not None:
             self.expires = self.arrived + self.params.deadline_ms / 1e3
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended, however."""
+        return self.state is State.FINISHED
 
     def move(self, state: State) -> None:
         """Change state; IntegrityError on a transition that does not exist."""
@@ -118,7 +126,7 @@ class Request:
 
     def start(self, step: int) -> None:
         """From the queue to where it was: its prompt, or its generation."""
-        self.move(State.PREFILL if self.computed < len(self.prompt) else State.DECODE)
+        self.move(State.PREFILL if self.computed < self.prompt_end else State.DECODE)
         self.admitted_step = step
         self.longest_wait = max(self.longest_wait, step - self.waiting_since)
         if self.admitted is None:
@@ -132,31 +140,41 @@ class Request:
         self.preemptions += 1
 
     @property
+    def prompt_end(self) -> int:
+        """Position behind the prompt's last token."""
+        return self.context + len(self.prompt)
+
+    @property
+    def prompt_done(self) -> int:
+        """Prompt tokens that have been computed."""
+        return min(self.computed - self.context, len(self.prompt))
+
+    @property
     def next_tokens(self) -> int:
         """Tokens that must have room for the next step, a whole prompt included."""
-        return max(len(self.prompt), self.computed) + 1
+        return max(self.prompt_end, self.computed) + 1
 
     @property
     def max_tokens(self) -> int:
         """Most tokens that can ever be in the context."""
-        return len(self.prompt) + self.params.max_new_tokens
+        return self.prompt_end + self.params.max_new_tokens
 
     def token_at(self, position: int) -> int:
-        """Token id at a position of prompt + generation, UNKNOWN where only the device knows it yet."""
-        past = position - len(self.prompt)
+        """Token id at a position of prompt or generation, UNKNOWN where only the device knows it yet."""
+        past = position - self.prompt_end
         if past < 0:
-            return self.prompt[position]
+            return self.prompt[position - self.context]
         return self.tokens[past] if past < len(self.tokens) else UNKNOWN
 
     @property
     def next_position(self) -> int:
         """Where the token goes that is decided next."""
-        return len(self.prompt) + self.issued
+        return self.prompt_end + self.issued
 
     def advance(self, rows: int) -> None:
         """``rows`` more rows are committed; the last of a prompt, and each later one, decides a token."""
         self.computed += rows
-        if self.state is State.PREFILL and self.computed == len(self.prompt):
+        if self.state is State.PREFILL and self.computed == self.prompt_end:
             self.move(State.DECODE)
         if self.state is State.DECODE:
             self.issued += 1

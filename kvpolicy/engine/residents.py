@@ -60,16 +60,19 @@ class Residents:
             try:
                 if self.scheduler.running:
                     self._leave_growth(request)
-                self.memory.admit(request.id, request.max_tokens, rows, room)
+                self._admit(request, rows, room)
             except CapacityError as error:
                 if self.scheduler.running:
                     self.totals.defer(request, error.tier)
                     return
                 log.warning("request %d starts with fewer hot rows: %s", request.id, error)
                 self.totals.reduced_admissions += 1
-                self.memory.admit(request.id, request.max_tokens, (0,) * len(rows), room)
+                self._admit(request, (0,) * len(rows), room)
             self.scheduler.start(step)
             self.control.wake()
+
+    def _admit(self, request: Request, rows: tuple[int, ...], room: int) -> None:
+        self.memory.admit(request.id, request.max_tokens, rows, room, request.context)
 
     def _leave_growth(self, request: Request) -> None:
         """CapacityError unless every running request could still grow once after an admission:

@@ -42,7 +42,7 @@ class Rows:
         for request, count in work:
             start, position = len(tokens), request.computed
             decode = request.state is State.DECODE
-            last = not decode and position + count == len(request.prompt)
+            last = not decode and position + count == request.prompt_end
             segments.append(Segment(request.id, start, count, position, decode, last))
             tokens.extend(request.token_at(position + i) for i in range(count))
             if decode or last:
@@ -105,7 +105,7 @@ class Scheduler:
             if request.state is State.DECODE:
                 if request.issued < request.params.max_new_tokens:
                     decode.append(request)
-            elif count := min(left, len(request.prompt) - request.computed):
+            elif count := min(left, request.prompt_end - request.computed):
                 left -= count
                 prompts.append((request, count))
         return Batch(tuple(decode), tuple(prompts))

@@ -66,6 +66,7 @@ def dsa_geometry(
                 row_formats=mla_formats(latent, rope),
                 index_key_width=index_head_dim,
                 index_formats=index_formats(index_head_dim),
+                latent_width=latent,
             )
         )
         selectors.append(

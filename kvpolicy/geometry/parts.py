@@ -93,7 +93,10 @@ class KvBytes(Generic[N]):
 
 @dataclass(frozen=True, slots=True)
 class RowStore:
-    """Rows kept together. `layers` own a row each per entry; the first also owns the index key."""
+    """Rows kept together. `layers` own a row each per entry; the first also owns the index key.
+
+    latent_width: leading values of a row that 8-bit MLA rows keep as codes; 0 where rows are others.
+    """
 
     name: str
     layers: tuple[int, ...]
@@ -102,6 +105,7 @@ class RowStore:
     index_key_width: int  # values per index key
     index_formats: tuple[RowFormat, ...]
     tokens_per_entry: int = 1
+    latent_width: int = 0
 
     def __post_init__(self) -> None:
         owner = f"store {self.name!r}"

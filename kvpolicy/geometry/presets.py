@@ -57,12 +57,12 @@ def _glm_5_3() -> Geometry:
 
 
 def _micro_glm() -> Geometry:
-    """GLM-5.3's groups in a size for tests: single layers, then fours."""
+    """GLM-5.3's groups in a size for tests: single layers, then fours. 8-bit rows take one scale."""
     return dsa_geometry(
         "micro-glm",
         num_layers=10,
         full_layers=(0, 1, 2, 6),
-        latent=32,
+        latent=128,
         rope=16,
         topk=16,
         index_heads=8,

@@ -8,8 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvpolicy.errors import CapacityError
 from kvpolicy.memory.extents import ExtentAllocator
 from kvpolicy.memory.layout import Layout
+
+
+def mib(size: int) -> str:
+    """Bytes as MiB, for messages."""
+    return f"{size / (1 << 20):.2f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,24 @@ def inflight_frames(layout: Layout, reserve: Reserve) -> int:
     """Frames of the in-flight rows of all stores and pinned sets."""
     items = [*(s.record for s in layout.stores), *(p.record for p in layout.pinned)]
     return sum(item.frames(reserve.inflight_rows) for item in items)
+
+
+def check_fixed(layout: Layout, reserve: Reserve, device_bytes: int) -> int:
+    """Frames that all requests share. CapacityError if they do not fit, or staging is below top-k."""
+    if reserve.staging_rows < layout.topk:
+        raise CapacityError(
+            "device",
+            f"staging_rows = {reserve.staging_rows}: must be at least top-k = {layout.topk}",
+        )
+    shared = staging_frames(layout, reserve) + inflight_frames(layout, reserve)
+    if shared * layout.frame_bytes > device_bytes:
+        raise CapacityError(
+            "device",
+            f"device_kv_mib = {mib(device_bytes)}: staging ({reserve.staging_rows} rows) and "
+            f"in-flight rows ({reserve.inflight_rows}) alone take "
+            f"{mib(shared * layout.frame_bytes)} MiB",
+        )
+    return shared
 
 
 def request_frames(layout: Layout, tokens: int) -> int:

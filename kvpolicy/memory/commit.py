@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpolicy.kernels.eviction import EvictionRule
 from kvpolicy.kernels.memory_ops import MemoryOps
 from kvpolicy.kernels.paging import upload
-from kvpolicy.kernels.resolve import PAD
+from kvpolicy.kernels.retrieve import DecodeRows, StoreMemory
 from kvpolicy.memory.counters import MemoryCounters
 from kvpolicy.memory.host_pool import HostPool
 from kvpolicy.memory.layout import StoreLayout
@@ -36,7 +36,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class _New:
-    """Completed entries of one store, all requests together: row of the step, seat, entry; int64 [m].
+    """Completed entries of one store, all prompts together: row of the step, seat, entry; int64 [m].
 
     home: location in a full cache, for entries of such, else -1.
     """
@@ -48,13 +48,22 @@ class _New:
 
 
 class Committer:
-    """Writes accepted rows through to the host and offers them to the hot caches."""
+    """Writes accepted rows through to the host and offers those of generations to the hot caches.
+
+    stores: as decode kernels see them, one per store of the layout.
+    """
 
     def __init__(
-        self, host: HostPool, ops: MemoryOps, counters: MemoryCounters, device: torch.device
+        self,
+        host: HostPool,
+        ops: MemoryOps,
+        stores: Sequence[StoreMemory],
+        counters: MemoryCounters,
+        device: torch.device,
     ) -> None:
         self._host = host
         self._ops = ops
+        self._stores = tuple(stores)
         self._counters = counters
         self._device = device
 
@@ -62,19 +71,36 @@ class Committer:
         self, step: StepMemory, accepted: Sequence[Accepted], rule: EvictionRule, evict: bool
     ) -> None:
         """All stores and pinned sets. evict: a new row may displace another from a hot cache."""
+        prompts = [one for one in accepted if not one.segment.decode]
         for store in step.layout.stores:
-            self._commit_store(step, store, accepted, rule, evict)
+            self._write_prompts(step, store, prompts)
+            done = sum(len(one.entries(store)) for one in accepted)
+            self._counters.device_to_host_bytes += done * (store.record.bytes + store.key.bytes)
+        self._publish(step, [one for one in accepted if one.segment.decode], rule, evict)
         for one in accepted:
             self._commit_pinned(step, one)
 
-    def _commit_store(
-        self,
-        step: StepMemory,
-        store: StoreLayout,
-        accepted: Sequence[Accepted],
-        rule: EvictionRule,
-        evict: bool,
+    def _publish(
+        self, step: StepMemory, accepted: Sequence[Accepted], rule: EvictionRule, evict: bool
     ) -> None:
+        """Rows of generations, as a decode step publishes them: every row of the step is a piece, those
+        that are not to be published are padding. A request is in a call once: its rows take turns."""
+        for turn in range(max((one.count for one in accepted), default=0)):
+            taken = [0] * step.rows
+            for one in accepted:
+                if turn < one.count:
+                    taken[one.segment.start + turn] = 1
+            numbers = upload([*taken, step.step], self._device)
+            accept, number = numbers[:-1], numbers[-1:]
+            seat = torch.where(accept > 0, step.numbers.seat, -1)
+            rows = DecodeRows(seat, step.positions, number, accept > 0)
+            for store in self._stores:
+                self._ops.publish(store, rows, accept, rule, evict)
+
+    def _write_prompts(
+        self, step: StepMemory, store: StoreLayout, accepted: Sequence[Accepted]
+    ) -> None:
+        """Rows of prompts: to the host and into full caches; mapped ones wait for the prompt's end."""
         new = self._new(step, store, accepted)
         if new is None:
             return
@@ -87,10 +113,7 @@ class Committer:
             tables.host_key(new.seat, new.entry),
         )
         self._ops.arena_to_host(tables.keys.view, keys, words, key_home)
-        copied = new.row.shape[0] * (store.record.bytes + store.key.bytes)
-        self._counters.device_to_host_bytes += copied
         self._ops.arena_to_arena(tables.cache.records, flying, new.home)
-        self._offer(step, store, accepted, rule, evict)
 
     def _new(
         self, step: StepMemory, store: StoreLayout, accepted: Sequence[Accepted]
@@ -116,42 +139,6 @@ class Committer:
         # Seats of mapped caches have fewer row frames: entry 0 stands in where nothing is copied.
         home = tables.row_location(seat, entry * whole)
         return _New(row, seat, entry, torch.where(whole > 0, home, -1))
-
-    def _offer(
-        self,
-        step: StepMemory,
-        store: StoreLayout,
-        accepted: Sequence[Accepted],
-        rule: EvictionRule,
-        evict: bool,
-    ) -> None:
-        """New rows of generations enter mapped caches; prompt rows wait for the end of the prompt."""
-        per = store.store.tokens_per_entry
-        offers = [
-            (one, own)
-            for one in accepted
-            if one.segment.decode
-            and not one.request.hot[store.index].full
-            and one.request.hot[store.index].capacity
-            and (own := one.entries(store))
-        ]
-        if not offers:
-            return
-        width = max(len(own) for _, own in offers)
-        padded = [[*own, *[PAD] * (width - len(own))] for _, own in offers]
-        shifts = [one.segment.start - one.segment.position + per - 1 for one, _ in offers]
-        seats = [one.request.seat for one, _ in offers]
-        numbers = upload(
-            [[seat, shift, *own] for seat, shift, own in zip(seats, shifts, padded, strict=True)],
-            self._device,
-        )
-        seat, shift, entries = numbers[:, 0], numbers[:, 1:2], numbers[:, 2:]
-        may = torch.ones_like(seat, dtype=torch.bool)
-        tables = step.tables.stores[store.index].cache
-        found = self._ops.resolve(tables, seat, entries.contiguous(), may, rule, step.step, evict)
-        rows = torch.where(entries == PAD, 0, entries * per + shift)
-        flying = step.tables.inflight[store.index].paged.locate(rows)
-        self._ops.arena_to_arena(tables.records, flying.flatten(), found.location.flatten())
 
     def _commit_pinned(self, step: StepMemory, one: Accepted) -> None:
         segment, count = one.segment, one.count

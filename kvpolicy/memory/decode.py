@@ -22,6 +22,7 @@ from kvpolicy.kernels.memory_ops import MemoryOps
 from kvpolicy.kernels.paging import scatter
 from kvpolicy.kernels.retrieve import DecodeRows, StoreMemory
 from kvpolicy.memory.layout import Layout, StoreLayout
+from kvpolicy.memory.rows import stored_keys, stored_rows
 from kvpolicy.memory.segments import Segment, Wave
 from kvpolicy.memory.tables import SharedTables
 
@@ -40,6 +41,10 @@ class DecodeInputs:
     seat: whose row it is, NOBODY for padding. position: in its request. token: its token id, or
     UNKNOWN. All int64 [size]. step: int64 [1], the engine step.
     """
+
+    seat: Tensor
+    position: Tensor
+    token: Tensor
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
@@ -99,6 +104,11 @@ class DecodeStep:
         """Which row of ``key_pages`` every row reads, its seat (padding reads another's): int64 [n]."""
         return self._reads
 
+    @property
+    def request_numbers(self) -> Tensor:
+        """Number of the request of every row (of padding any): int64 [n]."""
+        return self.tables.requests[self._numbers.seat]
+
     # --- rows and keys of this step --------------------------------------------------------------
 
     def write_rows(self, layer: int, rows: Tensor) -> None:
@@ -106,14 +116,15 @@ class DecodeStep:
         store = self.layout.owner(layer)
         records = self.tables.stores[store.index].cache.records
         view = records[..., store.store.layers.index(layer), :]
-        scatter(view, self._flying[store.index], rows)
+        scatter(view, self._flying[store.index], stored_rows(store, self._ops, rows))
 
     def write_keys(self, layer: int, keys: Tensor) -> None:
         """Index keys of this step's rows that complete an entry. keys: [n, width]."""
         store = self.layout.owner(layer)
         tables = self.tables.stores[store.index]
         where = tables.key_location(self._numbers.seat, self._entry(store))
-        self._ops.put(tables.keys.view, torch.where(self._complete(store), where, -1), keys)
+        where = torch.where(self._complete(store), where, -1)
+        self._ops.put(tables.keys.view, where, stored_keys(store, self._ops, keys))
 
     # --- selection -------------------------------------------------------------------------------
 

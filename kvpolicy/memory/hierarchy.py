@@ -6,32 +6,28 @@ import heapq
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from kvpolicy.errors import CapacityError, IntegrityError
 from kvpolicy.kernels.eviction import RULES
 from kvpolicy.kernels.memory_ops import MemoryOps, memory_ops
 from kvpolicy.memory import accounting
-from kvpolicy.memory.accounting import Reserve
+from kvpolicy.memory.accounting import Reserve, mib
 from kvpolicy.memory.arena import Arena
 from kvpolicy.memory.calibration import calibrate
 from kvpolicy.memory.commit import Accepted, Committer
 from kvpolicy.memory.counters import Counted, MemoryCounters
 from kvpolicy.memory.cuts import Cut, Holding, cuts_for, cuts_of_full
 from kvpolicy.memory.decode import DecodeInputs, DecodeStep
+from kvpolicy.memory.dummy_context import DummyContexts
 from kvpolicy.memory.host_pool import HostPool
-from kvpolicy.memory.hot_cache import Load, keep_order
 from kvpolicy.memory.layout import Layout, StoreLayout
+from kvpolicy.memory.mover import Mover
 from kvpolicy.memory.request import GROWTH_TOKENS, RequestMemory
 from kvpolicy.memory.rule import CacheRule
 from kvpolicy.memory.segments import Segment
 from kvpolicy.memory.step import StepMemory
 from kvpolicy.memory.tables import SharedTables, make_tables
 from kvpolicy.memory.usage import MemoryUsage, all_floors, measure
-
-
-def _mib(size: int) -> str:
-    return f"{size / (1 << 20):.2f}"
 
 
 class Hierarchy:
@@ -55,20 +51,13 @@ class Hierarchy:
         poison: bool = False,
         ops: MemoryOps | None = None,
     ) -> None:
-        if reserve.staging_rows < layout.topk:
-            raise CapacityError(
-                "device",
-                f"staging_rows = {reserve.staging_rows}: must be at least top-k = {layout.topk}",
-            )
+        self._shared = accounting.check_fixed(layout, reserve, device_bytes)
         self.layout = layout
         self.reserve = reserve
         self.floor_rows = floor_rows
         self.rule = rule
         self.ops = ops or memory_ops("reference")
         self.counters = MemoryCounters(reserve.seats, device)
-        self._shared = accounting.staging_frames(layout, reserve)
-        self._shared += accounting.inflight_frames(layout, reserve)
-        self._check_fixed(device_bytes)
         self.arena = Arena(device_bytes, layout.frame_bytes, device, poison)
         self.host = HostPool(host_bytes, layout, pinned=device.type == "cuda")
         self.link = calibrate(self.host.words, self.ops, device)
@@ -92,16 +81,9 @@ class Hierarchy:
                 shared.stores, shared.staging, shared.inflight, strict=True
             )
         )
-        self._committer = Committer(self.host, self.ops, self.counters, device)
-
-    def _check_fixed(self, device_bytes: int) -> None:
-        if self._shared * self.layout.frame_bytes > device_bytes:
-            raise CapacityError(
-                "device",
-                f"device_kv_mib = {_mib(device_bytes)}: staging ({self.reserve.staging_rows} rows) and "
-                f"in-flight rows ({self.reserve.inflight_rows}) alone take "
-                f"{_mib(self._shared * self.layout.frame_bytes)} MiB",
-            )
+        self._contexts = DummyContexts(layout)
+        self._mover = Mover(layout, self.host, self._tables, self.ops, self.counters, device)
+        self._committer = Committer(self.host, self.ops, self._stores, self.counters, device)
 
     @property
     def tables(self) -> SharedTables:
@@ -131,16 +113,16 @@ class Hierarchy:
             size = self.layout.frame_bytes
             raise CapacityError(
                 "device",
-                f"a request of {max_tokens} tokens needs {_mib(need * size)} MiB; device_kv_mib = "
-                f"{_mib(self.arena.frames.num_frames * size)} leaves {_mib(have * size)} MiB beside "
+                f"a request of {max_tokens} tokens needs {mib(need * size)} MiB; device_kv_mib = "
+                f"{mib(self.arena.frames.num_frames * size)} leaves {mib(have * size)} MiB beside "
                 "staging and in-flight rows",
             )
         host = accounting.host_bytes(self.layout, max_tokens)
         if host > self.host.extents.capacity:
             raise CapacityError(
                 "host",
-                f"a request of {max_tokens} tokens needs {_mib(host)} MiB, host_kv_mib = "
-                f"{_mib(self.host.extents.capacity)}",
+                f"a request of {max_tokens} tokens needs {mib(host)} MiB, host_kv_mib = "
+                f"{mib(self.host.extents.capacity)}",
             )
 
     def room_for(self, max_tokens: int, tokens: int) -> int:
@@ -148,11 +130,17 @@ class Hierarchy:
         return min(max_tokens, -(-tokens // GROWTH_TOKENS) * GROWTH_TOKENS)
 
     def admit(
-        self, request_id: int, max_tokens: int, rows: Sequence[int], tokens: int | None = None
+        self,
+        request_id: int,
+        max_tokens: int,
+        rows: Sequence[int],
+        tokens: int | None = None,
+        context: int = 0,
     ) -> None:
         """Reserve host memory for ``max_tokens``, and a seat with index, map and first hot rows for
         ``tokens`` tokens (None: all of them); all or nothing. A preempted request comes back with
-        everything it had committed.
+        everything it had committed; a new one with ``context`` tokens that nobody computed, see
+        DummyContexts.
 
         Raises CapacityError (naming the tier) and changes nothing if it does not fit now.
         """
@@ -167,40 +155,22 @@ class Hierarchy:
         request = self.suspended.pop(request_id, None)
         if request is None:
             request = RequestMemory(request_id, max_tokens, self.layout, self.host)
+            self._make_context(request, context)
         request.place(self.arena, self._tables, heapq.heappop(self._seats), tokens)
         self.requests[request_id] = request
-        self._restore(request)
+        self._mover.restore(request)
         for store, wanted in zip(self.layout.stores, self.clamp(rows), strict=True):
-            self._resize_store(request, store, wanted)
-        self._warm(request)
+            self._mover.resize(request, store, wanted)
+        self._mover.warm(request)
 
-    def _restore(self, request: RequestMemory) -> None:
-        """Bring back what a preempted request needs on the device besides hot rows."""
-        for store in self.layout.stores:
-            entries = torch.arange(request.committed_entries(store.index), device=self.arena.device)
-            if not entries.numel():
-                continue
-            tables = self._tables.stores[store.index]
-            seats = torch.full_like(entries, request.seat)
-            self.ops.host_to_arena(
-                self.host.words,
-                tables.host_key(seats, entries),
-                tables.keys.view,
-                tables.key_location(seats, entries),
-            )
-            self.counters.moved_bytes += entries.numel() * store.key.bytes
-        for table, saved in zip(request.pinned, request.saved_pinned, strict=False):
-            every = torch.arange(table.items, device=self.arena.device)
-            table.paged.put(every, saved.to(self.arena.device))
-        request.saved_pinned = []
-
-    def _warm(self, request: RequestMemory) -> None:
-        """A mapped cache of a request that comes back starts with its last selections."""
-        for store in self.layout.stores:
-            hot, recent = request.hot[store.index], request.recent(store.index)
-            if recent is not None and hot.capacity and not hot.full:
-                entries = recent.to(self.arena.device)[-hot.capacity :]
-                hot.seed(entries, self._loader(request, store), step=0)
+    def _make_context(self, request: RequestMemory, tokens: int) -> None:
+        """Give a new request a history of so many tokens."""
+        if not tokens:
+            return
+        if self.arena.device.type == "cuda":
+            torch.cuda.synchronize()  # a step that is still running may write to who was there before
+        self._contexts.fill(request.region, tokens, request.request_id)
+        request.committed = tokens
 
     def preempt(self, request_id: int) -> None:
         """Take a request off the device; the host keeps all of it until it is admitted again."""
@@ -265,7 +235,7 @@ class Hierarchy:
         self.counters.release_steps += bool(cuts)
         self.counters.forced_frames += sum(cut.holding.gain(cut.rows) for cut in cuts)
         for cut in cuts:
-            self._resize_store(cut.holding.request, cut.holding.store, cut.rows)
+            self._mover.resize(cut.holding.request, cut.holding.store, cut.rows)
         return bool(cuts)
 
     # --- one step --------------------------------------------------------------------------------
@@ -314,21 +284,7 @@ class Hierarchy:
         for one in kept:
             one.request.advance(one.count, step.step, one.segment.decode)
             if one.segment.last_prompt_row:
-                self._seed(one.request, step.step)
-
-    def _seed(self, request: RequestMemory, step: int) -> None:
-        """Fill mapped hot caches once the prompt is done. Depends on the last row only, not on chunks."""
-        for store in self.layout.stores:
-            hot = request.hot[store.index]
-            if hot.full or not hot.capacity:
-                continue
-            committed = request.committed_entries(store.index)
-            if self.rule.seed == "first":
-                entries = torch.arange(min(hot.capacity, committed), device=self.arena.device)
-            else:
-                recent = request.recent(store.index)
-                entries = keep_order(recent, committed, hot.capacity, self.arena.device)
-            hot.seed(entries, self._loader(request, store), step)
+                self._mover.seed(one.request, step.step, self.rule.seed)
 
     # --- one step of plain decoding --------------------------------------------------------------
 
@@ -393,29 +349,7 @@ class Hierarchy:
                 taken_back |= change < 0 and rows < hot.capacity
         self.counters.release_steps += taken_back
         for _, request, store, rows in sorted(changes, key=lambda change: change[0]):
-            self._resize_store(request, store, rows)
-
-    def _resize_store(self, request: RequestMemory, store: StoreLayout, rows: int) -> None:
-        hot = request.hot[store.index]
-        if rows == hot.capacity or (hot.full and rows >= hot.max_entries):
-            return
-        recent = request.recent(store.index) if hot.full else None
-        if recent is not None:
-            recent = recent.to(self.arena.device)
-        committed = request.committed_entries(store.index)
-        hot.resize(rows, committed, self._loader(request, store), recent)
-
-    def _loader(self, request: RequestMemory, store: StoreLayout) -> Load:
-        """Bulk copies from the host for seeding and promotion, counted apart from misses."""
-        tables = self._tables.stores[store.index]
-
-        def load(entries: Tensor, locations: Tensor) -> None:
-            self.counters.moved_rows += entries.numel() * store.store.n_layers
-            self.counters.moved_bytes += entries.numel() * store.record.bytes
-            home = tables.host_row(torch.full_like(entries, request.seat), entries)
-            self.ops.host_to_arena(self.host.words, home, tables.cache.records, locations)
-
-        return load
+            self._mover.resize(request, store, rows)
 
     def set_rule(self, rule: CacheRule) -> None:
         """Change how hot caches behave, from the next step on, for running requests too."""
@@ -429,7 +363,12 @@ class Hierarchy:
     def close(self) -> None:
         """Free both tiers, once nothing runs and every request is released; counters and books stay
         readable. A second call does nothing."""
-        for name in ("_tables", "_stores", "_committer"):  # all that has views of the buffers
+        for name in (
+            "_tables",
+            "_stores",
+            "_mover",
+            "_committer",
+        ):  # all that has views of the buffers
             self.__dict__.pop(name, None)
         self.arena.close()
         self.host.close()

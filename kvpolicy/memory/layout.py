@@ -8,8 +8,10 @@ import torch
 
 from kvpolicy.errors import UserError
 from kvpolicy.geometry.geometry import Geometry, Pinned, RowStore, Selector, paired_index_dtype
+from kvpolicy.kernels import fp8
 
-TORCH_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+TORCH_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.uint8}
+"""What rows and keys are stored as; 8-bit ones are records of bytes (``kernels/fp8.py``)."""
 # Two int32 per hot slot: the entry in it and the stamp of its last use.
 META_WIDTH = 2
 # A frame holds at least this many of the widest record: the unused tail of a frame (less than one
@@ -52,7 +54,11 @@ def _item_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StoreLayout:
-    """One row store: records [layers, width], index keys [width], map and slot metadata."""
+    """One row store: records [layers, width], index keys [width], map and slot metadata.
+
+    A width counts values, of 8-bit rows and keys bytes. latent: of 8-bit rows the values that are
+    codes, 0 for other formats.
+    """
 
     store: RowStore
     index: int
@@ -60,6 +66,7 @@ class StoreLayout:
     key: Item
     slot_map: Item
     meta: Item
+    latent: int = 0
 
     def hot_frames(self, rows: int, full: bool) -> int:
         """Frames of a hot cache of ``rows`` records; a full one is the identity and has no metadata."""
@@ -82,8 +89,14 @@ class Layout:
     """
 
     def __init__(self, geometry: Geometry, kv_dtype: str) -> None:
+        allowed = allowed_kv_dtypes(geometry)
+        if kv_dtype in TORCH_DTYPES and kv_dtype not in allowed:
+            raise UserError(
+                f"kv_dtype = {kv_dtype!r}: {geometry.name} has no rows of {fp8.GROUP} latent values to a "
+                f"scale, or a multiple; allowed: {', '.join(allowed)}"
+            )
         if kv_dtype not in TORCH_DTYPES:
-            raise UserError(f"kv_dtype = {kv_dtype!r}: this backend has {', '.join(TORCH_DTYPES)}")
+            raise UserError(f"kv_dtype = {kv_dtype!r}: this backend has {', '.join(allowed)}")
         self.geometry = geometry
         self.kv_dtype = kv_dtype
         self.dtype = TORCH_DTYPES[kv_dtype]
@@ -137,13 +150,17 @@ class Layout:
         return Item(shape, dtype, per_frame)
 
     def _store(self, index: int, store: RowStore) -> StoreLayout:
+        eight_bit = self.kv_dtype == "fp8"
+        width = store.row_bytes("fp8") if eight_bit else store.row_width
+        key_width = store.index_key_bytes("fp8") if eight_bit else store.index_key_width
         return StoreLayout(
             store=store,
             index=index,
-            record=self.item((store.n_layers, store.row_width), self.dtype),
-            key=self.item((store.index_key_width,), self.key_dtype),
+            record=self.item((store.n_layers, width), self.dtype),
+            key=self.item((key_width,), self.key_dtype),
             slot_map=self.item((), torch.int32),
             meta=self.item((META_WIDTH,), torch.int32),
+            latent=store.latent_width if eight_bit else 0,
         )
 
     def _pinned(self, pinned: Pinned) -> PinnedLayout:
@@ -154,3 +171,20 @@ class Layout:
         width = pinned.bytes_per_row(self.kv_dtype) // len(pinned.layers) // self.dtype.itemsize
         item = self.item((len(pinned.layers), width), self.dtype)
         return PinnedLayout(pinned, item, pinned.rows_per_request)
+
+
+def allowed_kv_dtypes(geometry: Geometry) -> tuple[str, ...]:
+    """The row formats that the memory can keep for a model: 8-bit ones where its rows and keys are those
+    of ``kernels/fp8.py``."""
+    eight_bit = not geometry.pinned and all(map(_has_8_bit_rows, geometry.stores))
+    return tuple(name for name in TORCH_DTYPES if name != "fp8" or eight_bit)
+
+
+def _has_8_bit_rows(store: RowStore) -> bool:
+    latent, key = store.latent_width, store.index_key_width
+    if not latent or latent % fp8.GROUP or (store.row_width - latent) % 2 or key % WORD:
+        return False
+    row = fp8.row_bytes(latent, store.row_width - latent)
+    formats = {f.name: f.row_bytes for f in store.row_formats}
+    keys = {f.name: f.row_bytes for f in store.index_formats}
+    return formats.get("fp8") == row and keys.get("fp8") == fp8.key_bytes(key)

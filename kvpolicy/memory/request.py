@@ -59,6 +59,7 @@ class RequestMemory:
     def place(self, arena: Arena, tables: SharedTables, seat: int, tokens: int) -> None:
         """Take a seat, with room for ``tokens`` tokens and empty hot caches. The frames must be free."""
         self.seat, self.reserved, self._tables = seat, tokens, tables
+        tables.requests[seat].fill_(self.request_id)
         for own, saved in zip(tables.stores, self._saved_recent, strict=False):
             own.recent[seat] = saved.to(own.recent.device)
         self._saved_recent = []

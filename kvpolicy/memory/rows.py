@@ -1,4 +1,4 @@
-"""The rows of one step on the device: whose each is and where it stands, uploaded once."""
+"""The rows of one step on the device: whose each is and where it stands, and what is stored of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvpolicy.kernels.memory_ops import MemoryOps
 from kvpolicy.kernels.paging import upload
 from kvpolicy.memory.arena import Table
 from kvpolicy.memory.layout import StoreLayout
@@ -63,3 +64,13 @@ class StepRows:
         itself = self.index[start:stop, None]
         new = chosen >= self.committed(store, start, stop)
         return table.paged.locate(torch.where(new, row, itself))
+
+
+def stored_rows(store: StoreLayout, ops: MemoryOps, rows: Tensor) -> Tensor:
+    """Rows [n, width] of one layer as its store keeps them: 8-bit records, or as they are."""
+    return ops.quantize_rows(rows, store.latent) if store.latent else rows
+
+
+def stored_keys(store: StoreLayout, ops: MemoryOps, keys: Tensor) -> Tensor:
+    """Index keys [n, width] as a store keeps them."""
+    return ops.quantize_keys(keys) if store.latent else keys

@@ -23,7 +23,7 @@ from kvpolicy.memory.host_pool import HostPool
 from kvpolicy.memory.layout import Layout, PinnedLayout
 from kvpolicy.memory.request import RequestMemory
 from kvpolicy.memory.retrieval import Retriever
-from kvpolicy.memory.rows import StepRows
+from kvpolicy.memory.rows import StepRows, stored_keys, stored_rows
 from kvpolicy.memory.segments import Segment, Wave
 from kvpolicy.memory.tables import SharedTables
 
@@ -53,6 +53,7 @@ class StepMemory:
         self.segments = tuple(segments)
         self.step = step
         self.device = device
+        self._ops = ops
         self.rows = sum(segment.count for segment in segments)
         self.numbers = StepRows(self.requests, self.segments, device)
         self._selection: dict[str, Tensor] = {}
@@ -81,6 +82,11 @@ class StepMemory:
         """Which row of ``key_pages`` every row reads, its request's seat: int64 [n]."""
         return self.numbers.seat
 
+    @property
+    def request_numbers(self) -> Tensor:
+        """Number of the request of every row: int64 [n]."""
+        return self.tables.requests[self.numbers.seat]
+
     # --- rows and keys of this step --------------------------------------------------------------
 
     def write_rows(self, layer: int, rows: Tensor) -> None:
@@ -88,7 +94,8 @@ class StepMemory:
         store = self.layout.owner(layer)
         records = self.tables.stores[store.index].cache.records
         view = records[..., store.store.layers.index(layer), :]
-        scatter(view, self.tables.inflight[store.index].paged.locate(self.numbers.index), rows)
+        where = self.tables.inflight[store.index].paged.locate(self.numbers.index)
+        scatter(view, where, stored_rows(store, self._ops, rows))
 
     def write_keys(self, layer: int, keys: Tensor) -> None:
         """Index keys of this step's rows, for the store whose rows ``layer`` owns. [n, width].
@@ -103,7 +110,8 @@ class StepMemory:
             complete = (positions + 1) % per == 0
             seats, positions, keys = seats[complete], positions[complete], keys[complete]
         tables = self.tables.stores[store.index]
-        scatter(tables.keys.view, tables.key_location(seats, positions // per), keys)
+        where = tables.key_location(seats, positions // per)
+        scatter(tables.keys.view, where, stored_keys(store, self._ops, keys))
 
     def write_pinned(self, name: str, layer: int, rows: Tensor) -> None:
         """Put rows of a pinned set in flight for one of its layers. rows: [n, width]."""

@@ -130,12 +130,13 @@ class StoreTables:
 @dataclass(frozen=True, slots=True)
 class SharedTables:
     """Frames that every step uses in turn: staging, and in-flight rows per store and pinned set.
-    stores: the tables of all seats."""
+    stores: the tables of all seats. requests: int64 [seats + 1], who sits there; the last is nobody."""
 
     staging: tuple[Table, ...]
     inflight: tuple[Table, ...]
     inflight_pinned: tuple[Table, ...]
     stores: tuple[StoreTables, ...]
+    requests: Tensor
 
 
 def make_tables(
@@ -163,4 +164,5 @@ def make_tables(
         StoreTables(arena, store, seats, most, layout.geometry.selectors_of(store.store.name), ops)
         for store in layout.stores
     )
-    return SharedTables(staging, tuple(flying[:count]), tuple(flying[count:]), stores)
+    requests = torch.zeros(seats + 1, dtype=torch.int64, device=arena.device)
+    return SharedTables(staging, tuple(flying[:count]), tuple(flying[count:]), stores, requests)

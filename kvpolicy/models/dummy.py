@@ -63,7 +63,7 @@ class Dimensions:
 DIMENSIONS: Mapping[str, Dimensions] = {
     # Hugging Face config.json of GLM-5.3 (glm_moe_dsa).
     "glm-5.3": Dimensions(2048, 512, 192, 256, experts=256, chosen=8, shared=1, expert_width=2048),
-    "micro-glm": Dimensions(32, 32, 16, 16, experts=8, chosen=2, shared=1, expert_width=16),
+    "micro-glm": Dimensions(32, 128, 16, 16, experts=8, chosen=2, shared=1, expert_width=16),
 }
 """By preset. Its rotary base and epsilon do not matter for speed: GLM-5's are used."""
 _HIDDEN = frozenset({"micro-glm"})
@@ -75,6 +75,8 @@ class DummyWeights:
     model: a preset's name. layers: None for all. vocab: None for the model's share. A tensor's values
     depend on seed, device and name, not on the layers asked for. UserError where there is no such slice.
     """
+
+    dummy = True
 
     def __init__(
         self,

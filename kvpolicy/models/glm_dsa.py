@@ -20,10 +20,11 @@ from kvpolicy.kernels.elementwise import rope_table
 from kvpolicy.kernels.indexer import KeyPages
 from kvpolicy.kernels.ops import Ops, ReferenceOps, make_ops
 from kvpolicy.kernels.tiling import Tiling, choose_tiling
-from kvpolicy.memory.step import StepMemory
+from kvpolicy.memory.access import StepAccess
 from kvpolicy.models.checkpoint import Checkpoint
 from kvpolicy.models.glm_config import GlmDsaConfig
 from kvpolicy.models.glm_weights import LayerWeights, Weights, layer_weights
+from kvpolicy.selection.source import SelectionSource
 
 # Tiles and keys of the self-check at load: a step of the default engine is 80 rows. The long tests
 # run it at 64 tiles and 32,768 keys. On a GPU more rows, since Triton's tiles grow up to 256 rows. The
@@ -39,7 +40,8 @@ class GlmDsa:
 
     source: a checkpoint folder, or where else the weights come from. backend: ``reference`` or
     ``triton``, see ``choose_backend``. dtype: float32 or bfloat16. geometry: its KV geometry.
-    vocab, bos, eos: token ids. weight_bytes: device bytes of weights. UserError if a row's bits
+    vocab, bos, eos: token ids. weight_bytes: device bytes of weights. selection: takes the place of what
+    the indexer chooses, which works all the same. dummy: weights that were never trained. UserError if a row's bits
     depend on its neighbours on this device.
     """
 
@@ -53,12 +55,15 @@ class GlmDsa:
         name: str,
         backend: str = REFERENCE,
         dtype: torch.dtype = torch.float32,
+        selection: SelectionSource | None = None,
     ) -> None:
         if isinstance(source, Path):
             source = Checkpoint(source, name, device, dtype)
         self.geometry: Geometry = source.geometry
         self.config: GlmDsaConfig = source.config
         self.device = device
+        self.selection = selection
+        self.dummy: bool = getattr(source, "dummy", False)
         self.ops: Ops = make_ops(backend, dtype)
         self.embedding = source.take("model.embed_tokens.weight")
         self.final_norm = source.take("model.norm.weight")
@@ -96,8 +101,8 @@ class GlmDsa:
     # --- forward ---------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def forward(self, tokens: Tensor, memory: StepMemory, wanted: Tensor) -> Tensor:
-        """One step. tokens: [n] int64, the rows of ``memory.segments``; wanted: rows whose logits
+    def forward(self, tokens: Tensor, memory: StepAccess, wanted: Tensor) -> Tensor:
+        """One step. tokens: [n] int64, one per row of the step; wanted: rows whose logits
         are needed, int64 [m]. Returns logits [m, vocab] float32. Row by row, the bits do not
         depend on the other rows of the step. Nothing here waits for the device or uploads to it."""
         hidden = self.embedding[tokens].float()
@@ -117,7 +122,7 @@ class GlmDsa:
         return self.ops.linear(self.ops.gated(x, layer.gate_up), layer.down, hidden)
 
     def _attention(
-        self, number: int, layer: LayerWeights, hidden: Tensor, memory: StepMemory
+        self, number: int, layer: LayerWeights, hidden: Tensor, memory: StepAccess
     ) -> Tensor:
         """The residual stream [n, hidden] behind attention."""
         latent_q, row, *index = self._inputs(layer, hidden, memory.positions)
@@ -161,7 +166,7 @@ class GlmDsa:
         return self.ops.linear(values, layer.o, hidden)
 
     def _select(
-        self, selector: Selector, index_q: Tensor, head_weights: Tensor, memory: StepMemory
+        self, selector: Selector, index_q: Tensor, head_weights: Tensor, memory: StepAccess
     ) -> None:
         selection = self.ops.index_top_k(
             index_q,
@@ -173,6 +178,9 @@ class GlmDsa:
             selector.topk,
             self.config.index_dim**-0.5,
         )
+        if self.selection is not None:
+            requests, visible = memory.request_numbers, memory.visible(selector)
+            selection = self.selection.select(selector, requests, visible)
         memory.select(selector, selection)
 
     # --- self-check ------------------------------------------------------------------------------
@@ -223,10 +231,11 @@ class GlmDsa:
         def noise(*shape: int) -> Tensor:
             return torch.randn(shape, generator=g).to(self.device)
 
-        x, view = noise(rows, cfg.hidden)[order], noise(topk, 16, cfg.kv_rank + cfg.rope)
+        x = noise(rows, cfg.hidden)[order]
+        view = noise(topk, 16, cfg.kv_rank + cfg.rope).to(ops.dtype)
         locations = torch.randint(topk * 16, (rows, topk), generator=g).to(self.device)[order]
         pages = KeyPages(
-            noise(-(-keys // 16), 16, cfg.index_dim),
+            noise(-(-keys // 16), 16, cfg.index_dim).to(ops.dtype),
             torch.arange(-(-keys // 16), device=self.device)[None],
         )
         valid, at = torch.ones_like(locations, dtype=torch.bool), order % cfg.max_positions

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -12,8 +11,10 @@ from torch import Tensor
 from kvpolicy.errors import UserError
 from kvpolicy.geometry.geometry import Geometry
 from kvpolicy.kernels.backend import BackendError, choose_backend
+from kvpolicy.memory.access import StepAccess
 from kvpolicy.memory.step import StepMemory
 from kvpolicy.models.checkpoint import checkpoint_folder
+from kvpolicy.selection.spec import MODEL, make_source
 
 
 class DecodeModel(Protocol):
@@ -45,6 +46,23 @@ class DecodeModel(Protocol):
         ...
 
 
+class DeviceModel(DecodeModel, Protocol):
+    """A model whose step asks the host for no number (``device_only`` is true), so that steps of plain
+    decoding may run on device tensors alone, and as CUDA graphs."""
+
+    @property
+    def device_only(self) -> bool: ...
+
+    def forward(self, tokens: Tensor, memory: StepAccess, wanted: Tensor) -> Tensor:
+        """As :meth:`DecodeModel.forward`."""
+        ...
+
+
+def on_device_only(model: DecodeModel) -> TypeGuard[DeviceModel]:
+    """Whether it says so."""
+    return bool(getattr(model, "device_only", False))
+
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """By the name that a config gives them."""
 
@@ -52,10 +70,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 @dataclass(frozen=True, slots=True)
 class Dummy:
     """Random weights instead of a checkpoint's, see ``kvpolicy.models.dummy``. None: all layers, and
-    their share of the vocabulary."""
+    their share of the vocabulary. selection: whose choices stand in for the indexer's, see ``make_source``."""
 
     layers: int | None = None
     vocab: int | None = None
+    selection: str = MODEL
 
 
 def load_model(
@@ -73,16 +92,14 @@ def load_model(
     """
     from kvpolicy.models.dummy import DummyWeights
     from kvpolicy.models.glm_dsa import GlmDsa
-    from kvpolicy.models.glm_weights import Weights
 
     torch_dtype = DTYPES[dtype]
-    source: Path | Weights
-    if dummy is None:
-        source = checkpoint_folder(model)
-    else:
-        source = DummyWeights(model, device, torch_dtype, dummy.layers, dummy.vocab)
     try:
         chosen = choose_backend(backend, device.type)
     except BackendError as error:
         raise UserError(f"backend = {backend!r}: {error}") from None
-    return GlmDsa(source, device, name=model, backend=chosen, dtype=torch_dtype)
+    if dummy is None:
+        return GlmDsa(checkpoint_folder(model), device, model, chosen, torch_dtype)
+    weights = DummyWeights(model, device, torch_dtype, dummy.layers, dummy.vocab)
+    selection = make_source(dummy.selection, weights.geometry, device, chosen)
+    return GlmDsa(weights, device, model, chosen, torch_dtype, selection)

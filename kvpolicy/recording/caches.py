@@ -18,6 +18,7 @@ from kvpolicy.errors import unknown_name
 from kvpolicy.kernels.eviction import (
     CLOCK_EARLY,
     CLOCK_LAZY,
+    CLOCK_LESS,
     CLOCK_MOST_STEPS,
     CLOCK_SPARE_STEPS,
     DRAW_CALL,
@@ -158,12 +159,14 @@ class SlotCache:
         """How many slots a CLOCK sweep passes before it takes each."""
         ahead = slots - self._hand
         ahead[ahead < 0] += self.capacity
-        ahead[step - (self._stamp[slots] >> 1) < self._age] += self.capacity
+        unused = step - (self._stamp[slots] >> 1)
+        ahead[unused < self._age] += self.capacity
+        ahead[unused < (self._age + 1) // 2] += self.capacity
         return ahead
 
     def _tune(self, passed: Entries, count: int) -> None:
         if passed.size < count or int(passed[-1]) >= self.capacity:
-            self._age = max(1, self._age - 1)
+            self._age = max(1, self._age - CLOCK_LESS)
         elif (int(passed[-1]) + 1) * CLOCK_EARLY < self.capacity:
             self._age = min(CLOCK_MOST_STEPS, self._age + 1)
 

@@ -133,14 +133,13 @@ class Oracle:
         cache_rule = self.recording.record.get("cache_rule", {})
         admit = bool(cache_rule.get("admit_newest", True))
         seed = str(cache_rule.get("seed", "selection"))
-        offers = bool(cache_rule.get("offers", True))
         outcomes = []
         for lane, budgets in zip(self.lanes, self.budgets(split), strict=True):
             if eviction == BELADY:
                 outcomes.append(belady(lane, budgets))
             else:
                 rule = RULES[eviction]
-                outcomes.append(replay(lane, budgets, rule, self.steps, seed, admit, offers))
+                outcomes.append(replay(lane, budgets, rule, self.steps, seed, admit))
             self._progress()
         return self._sum(eviction, split, outcomes)
 

@@ -101,7 +101,7 @@ class Recorder:
         self._note_time()
         work = [(request, 1, DECODE) for request in batch.decode]
         for request, count in batch.prompts:
-            last = request.computed == len(request.prompt)
+            last = request.computed == request.prompt_end
             work.append((request, count, SEED if last else PROMPT))
         at, kept = len(self._steps), []
         for request, count, kind in work:
@@ -179,15 +179,12 @@ class Recorder:
         """Write what is left, the requests and the record (ready for JSON), and leave the engine.
 
         outputs: of every request of the run. origin: the engine's clock at its start (None: when the
-        recorder was made). ``cache_rule`` is added to the record: how hot caches behaved at the end, and
-        whether new rows were admitted like misses (by the steps that the host shapes) or offered.
+        recorder was made). ``cache_rule`` is added to the record: how hot caches behaved at the end.
         """
         self._note_time()
         self._flush()
         start = self._origin if origin is None else origin
-        rule = asdict(self.engine.memory.rule)
-        rule["offers"] = self.engine.executor.decoder is not None
-        record = {**record, "cache_rule": rule}
+        record = {**record, "cache_rule": asdict(self.engine.memory.rule)}
         self.writer.close(
             self._table(outputs, start), record, np.array(self._seconds[1:], dtype=np.float32)
         )

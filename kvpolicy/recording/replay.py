@@ -71,13 +71,11 @@ def replay(
     steps: Numbers,
     seed: str = "selection",
     admit_newest: bool = True,
-    offers: bool = True,
 ) -> Outcome:
     """Misses of one lane under a rule and budgets (int64 [n + 1], as ``lane.budgets``).
 
-    steps: engine step of every step of the recording. seed, admit_newest: see ``CacheRule``. offers: new
-    rows are offered (``kernels.publish``), else admitted like misses, as host-shaped steps do. Equal to
-    what the engine counts, as long as a budget is set once between two steps.
+    steps: engine step of every step of the recording. seed, admit_newest: see ``CacheRule``. Equal to what
+    the engine counts, as long as a budget is set once between two steps.
     """
     state = _State(SlotCache(rule, lane.entries + 1, int(lane.seats[0])))
     state.read(lane.prior if budgets is lane.budgets else budgets[:1], int(budgets[0]))
@@ -97,10 +95,7 @@ def replay(
             for call in lane.calls[i]:
                 missed[i] += state.cache.resolve(call, step).size
             new = np.arange(committed, lane.committed[i + 1])
-            if offers:
-                state.cache.offer(new, step, admit_newest)
-            elif state.cache.capacity:
-                state.cache.resolve(new, step, admit_newest)
+            state.cache.offer(new, step, admit_newest)
         recent = lane.recent[i]
     return Outcome(missed, state.promoted)
 

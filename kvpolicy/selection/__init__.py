@@ -3,6 +3,7 @@
 from kvpolicy.selection.process import GLM_5_1, ProcessParameters, ProcessSource
 from kvpolicy.selection.recorded import RecordedSource
 from kvpolicy.selection.source import SelectionSource
+from kvpolicy.selection.spec import make_source
 
 __all__ = [
     "GLM_5_1",
@@ -10,4 +11,5 @@ __all__ = [
     "ProcessSource",
     "RecordedSource",
     "SelectionSource",
+    "make_source",
 ]

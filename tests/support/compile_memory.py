@@ -99,7 +99,6 @@ def resolves() -> None:
         "MOST": 2,
         "EXTRA": 32,
         "NEAR": True,
-        "EARLY": True,
     }
     decode |= {f"KEY_{name}": value for name, value in KEYS.items()}
     for rule in (RULES["clock"], RULES["fifo"], WIDE):

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvpolicy.kernels.triton.latents import _latents_kernel, _turn_kernel
-from kvpolicy.kernels.triton.tensor_core import SPREAD_ROWS, TILES, Tile, _product_kernel
+from kvpolicy.kernels.triton.tensor_core import TILES, Tile, _product_kernel
 
 POINTERS = {"residual": "*fp32", "out": "*bf16", "partial": "*fp32", "arrived": "*i32"}
 
@@ -71,13 +71,16 @@ def products() -> None:
     """Every tile once; ranges in programs of their own for few rows, in one program for many."""
     done = set()
     for kind, tiles in TILES.items():
-        for tile in tiles:
-            gated, few = kind == "gated", kind == "few"
+        for _, tile in tiles:
+            gated, ranges = kind == "gated", kind == "ranges"
             if (tile, gated) in done:
                 continue
             done.add((tile, gated))
-            ranges = {"RANGES": 3 if few else 1, "SPREAD": few and tile.rows <= SPREAD_ROWS}
-            text = ptx(tile, GATED=gated, ADD=few, WHOLE=not ranges["SPREAD"], **ranges)
+            form = (
+                {"RANGES": 3, "SPREAD": tile.spread} if ranges else {"RANGES": 1, "SPREAD": False}
+            )
+            whole = tile.whole and not form["SPREAD"]
+            text = ptx(tile, GATED=gated, ADD=kind == "few", WHOLE=whole, **form)
             found = {
                 "tile": f"{kind} {tile}",
                 "wgmma": sorted(set(re.findall(r"wgmma\.mma_async\S*?\.(m64n\d+k16)", text))),
