@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvpolicy.bench.load import Load, OnStep, fill, wait
+from kvpolicy.bench.load import Load, OnStep, fill
+from kvpolicy.bench.timing import wait
 from kvpolicy.config import EngineConfig
 from kvpolicy.engine.engine import Engine
 from kvpolicy.models.loader import DecodeModel

@@ -15,6 +15,7 @@ from kvpolicy.bench.sizes import Sizes
 from kvpolicy.bench.sources import source_cases
 from kvpolicy.bench.timing import Rates, Stopwatch, measure_rates
 from kvpolicy.errors import UserError
+from kvpolicy.kernels.backend import TRITON
 
 # Rows that products are also measured at: prompts, and several requests with draft tokens.
 WIDE_ROWS = (256, 512, 1024)
@@ -65,7 +66,7 @@ def measure_kernels(
 ) -> KernelReport:
     """Measure the groups. A kernel that fails is reported as such and does not end the run. on_case: told
     of each result."""
-    watch = Stopwatch(sizes.device, repeats)
+    watch = Stopwatch(sizes.device, repeats, graphs=sizes.backend == TRITON)
     rates = measure_rates(watch, sizes.dtype)
     found = []
     with torch.no_grad():

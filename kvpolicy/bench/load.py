@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
+from kvpolicy.bench.timing import wait
 from kvpolicy.config import EngineConfig, SamplingParams
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.request import State
@@ -68,7 +67,7 @@ def with_memory(
     frames = staging_frames(layout, reserve) + inflight_frames(layout, reserve) + requests * each
     return config.model_copy(
         update={
-            "device_kv_mib": MARGIN * frames * layout.frame_bytes / MIB + 1,
+            "device_kv_mib": MARGIN * frames * layout.frame_bytes / MIB,
             "host_kv_mib": MARGIN * requests * host_bytes(layout, load.tokens) / MIB + 1,
         }
     )
@@ -96,9 +95,3 @@ def fill(engine: Engine, load: Load, requests: int, on_step: OnStep | None = Non
         engine.step()
     wait(engine.device)
     return len(engine.scheduler.running)
-
-
-def wait(device: torch.device) -> None:
-    """Until the device has done what it was told."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -15,9 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvpolicy.bench.cases import Case
+from kvpolicy.bench.cases import Case, WrongResult
 from kvpolicy.bench.sizes import Sizes
 from kvpolicy.bench.stores import RULE, StoreCase, Stores, host_pattern
+from kvpolicy.kernels.backend import TRITON
 from kvpolicy.kernels.memory_ops import MemoryOps, memory_ops
 from kvpolicy.kernels.retrieve import StoreMemory
 
@@ -50,7 +51,8 @@ def store_cases(sizes: Sizes) -> tuple[StoreCase, ...]:
 
 
 def memory_cases(sizes: Sizes) -> Iterator[Case]:
-    """Retrieve of every store case, and publish of the first of each batch."""
+    """Retrieve of every store case; of all hits also resolve alone, where that is a launch of its own; and
+    once for each batch publish and the identity of full caches."""
     ops, chosen = memory_ops(sizes.backend), store_cases(sizes)
     torch.manual_seed(0)
     words = int(max(case.host_words for case in chosen) * SPREAD) + (1 << 22)
@@ -61,8 +63,11 @@ def memory_cases(sizes: Sizes) -> Iterator[Case]:
         for case in chosen:
             stores = Stores(case, host, sizes.device)
             yield _retrieve(case, stores, ops)
+            if sizes.backend == TRITON and not case.per_mille:
+                yield _resolve(case, stores, ops)
             if case.batch not in batches:
                 batches.add(case.batch)
+                yield _resident(case, stores, ops)
                 yield _publish(case, stores, ops)
             del stores
     finally:
@@ -93,6 +98,55 @@ def _retrieve(case: StoreCase, stores: Stores, ops: MemoryOps) -> Case:
     )
 
 
+def _resolve(case: StoreCase, stores: Stores, ops: MemoryOps) -> Case:
+    """The first launch of retrieve, without the second."""
+    from kvpolicy.kernels.triton.retrieve import resolve_rows, shape_for
+
+    shape = shape_for(case.batch, case.topk)
+
+    def call(store: StoreMemory, chosen: Tensor) -> object:
+        return resolve_rows(store, stores.rows, chosen, RULE, True, False, shape)
+
+    whole = _retrieve(case, stores, ops)
+    pairs = zip(stores.stores, stores.chosen, strict=True)
+    calls = [partial(call, *pair) for pair in pairs]
+    return replace(whole, name=whole.name.replace("retrieve", "resolve alone"), calls=calls)
+
+
+def _resident(case: StoreCase, stores: Stores, ops: MemoryOps) -> Case:
+    """Every cache as if it were full: slot = entry. Their frames come again and again, since nobody reads
+    what lies there."""
+    wide = [_as_full(store, case.context) for store in stores.stores]
+
+    def call(store: StoreMemory, chosen: Tensor) -> Tensor:
+        return ops.retrieve(store, stores.rows, chosen, RULE, True, True)
+
+    def check() -> None:
+        cache, chosen = wide[0].cache, stores.chosen[0].long()
+        per = cache.records.shape[1]
+        expected = cache.row_frames.gather(1, chosen // per) * per + chosen % per
+        if not torch.equal(call(wide[0], stores.chosen[0]).long(), expected):
+            raise WrongResult("retrieve: a full cache's locations are wrong")
+
+    pairs = zip(wide, stores.chosen, strict=True)
+    return Case(
+        group="retrieve",
+        name="retrieve, full caches",
+        batch=case.batch,
+        calls=[partial(call, *pair) for pair in pairs],
+        check=check,
+        device_bytes=case.batch * case.topk * 8,
+    )
+
+
+def _as_full(store: StoreMemory, entries: int) -> StoreMemory:
+    cache = store.cache
+    turn = torch.arange(entries, device=cache.row_frames.device) % cache.row_frames.shape[1]
+    frames = cache.row_frames[:, turn].contiguous()
+    full = torch.ones_like(cache.full)
+    return replace(store, cache=replace(cache, row_frames=frames, full=full))
+
+
 def _publish(case: StoreCase, stores: Stores, ops: MemoryOps) -> Case:
     """The rows of one step. Its floor is the link's bytes; a link's latency is more."""
     rows = replace(stores.rows, committed=stores.rows.committed - 1)
@@ -103,8 +157,6 @@ def _publish(case: StoreCase, stores: Stores, ops: MemoryOps) -> Case:
 
     def check() -> None:
         """The newest record of the first request reaches the host."""
-        from kvpolicy.bench.cases import WrongResult
-
         store = stores.stores[0]
         store.cache.records.fill_(7)
         call(store)

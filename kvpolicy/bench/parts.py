@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvpolicy.bench.load import wait
+from kvpolicy.bench.timing import wait
 from kvpolicy.kernels.memory_ops import MemoryOps
 from kvpolicy.kernels.ops import Ops
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvpolicy.bench.load import Load, OnStep, fill, wait, with_memory
+from kvpolicy.bench.load import Load, OnStep, fill, with_memory
 from kvpolicy.bench.parts import (
     ELEMENTWISE,
     HOST,
@@ -19,6 +19,7 @@ from kvpolicy.bench.parts import (
     part_of,
     timed_memory,
 )
+from kvpolicy.bench.timing import wait
 from kvpolicy.config import EngineConfig
 from kvpolicy.engine.engine import Engine
 from kvpolicy.models.loader import DecodeModel

@@ -17,30 +17,40 @@ LINK_BYTES = 1 << 28
 PRODUCT_SIDE = {"cuda": 8192, "cpu": 256}
 
 
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """Times calls on one device: on a GPU inside a CUDA graph, so that no launch counts.
+    """Times calls on one device.
 
-    repeats: replays (on a CPU: rounds), whose median is taken.
+    repeats: rounds, whose median is taken. graphs: on a GPU a round is a replay of a CUDA graph, so that no
+    launch counts; off where calls wait for the device, as those of plain torch may.
     """
 
     device: torch.device
     repeats: int
+    graphs: bool = True
 
     def micros(self, calls: Sequence[Call], reset: Call | None = None) -> float:
         """Microseconds of one call. calls: alike but for their inputs, one after the other. reset: puts
         back what they change, before each round."""
         for call in calls[:2]:
             call()
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self.graphs:
             return self._graph(calls, reset)
         found: list[float] = []
         for _ in range(self.repeats):
             if reset is not None:
                 reset()
+            wait(self.device)
             start = time.perf_counter()
             for call in calls:
                 call()
+            wait(self.device)
             found.append(time.perf_counter() - start)
         return statistics.median(found) * 1e6 / len(calls)
 
@@ -64,7 +74,7 @@ class Stopwatch:
             graph.replay()
             end.record()
             end.synchronize()
-            found.append(begin.elapsed_time(end))
+            found.append(float(begin.elapsed_time(end)))
         return statistics.median(found) * 1e3 / len(calls)
 
 
@@ -115,5 +125,5 @@ def _link_rate(watch: Stopwatch) -> float | None:
         target.copy_(host, non_blocking=True)
         end.record()
         end.synchronize()
-        found.append(begin.elapsed_time(end) / 1e3)
+        found.append(float(begin.elapsed_time(end)) / 1e3)
     return LINK_BYTES / statistics.median(found[1:])

@@ -15,6 +15,7 @@ from kvpolicy.cli.bench_options import (
     DecodeOptions,
     Prepared,
     at_least_one,
+    engine_config,
     option,
     prepared,
     whole_numbers,
@@ -23,7 +24,6 @@ from kvpolicy.cli.bench_tables import cell_table, kernel_table, step_table
 from kvpolicy.cli.options import takes
 from kvpolicy.cli.output import check_output, emit_json, warn, write_text
 from kvpolicy.cli.progress import step_progress, task_progress
-from kvpolicy.config import EngineConfig
 from kvpolicy.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
@@ -113,9 +113,7 @@ def _sizes(options: KernelOptions) -> tuple[Sizes, str]:
     from kvpolicy.bench.sizes import sizes_of
     from kvpolicy.engine.parts import pick_device
 
-    given: dict[str, Any] = {"device": options.device, "backend": options.backend}
-    given["dtype"] = options.dtype or "float32"
-    named = EngineConfig(**given)
+    named = engine_config(options)
     place = pick_device(named.device)
     large = place.type == "cuda"
     batches = whole_numbers(options.batches or ("1,16,128" if large else "1,4"), "--batches")

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BenchOptions", "DecodeOptions", "Prepared", "at_least_one", "prepared", "whole_numbers"]
 
+MEMORY = ("device_kv_mib", "host_kv_mib")
+
 
 def option(flag: str, metavar: str, help: str) -> Any:
     """An option whose default the help names."""
@@ -105,19 +107,13 @@ def prepared(options: DecodeOptions, controller: str) -> Prepared:
         name: getattr(options, name) for name in ("prompt_tokens", "steps", "warm", "prefill_chunk")
     }
     at_least_one(**numbers)
-    if (options.device_kv_mib is None) != (options.host_kv_mib is None):
+    if len({getattr(options, name) is None for name in MEMORY}) > 1:
         raise UserError("--device-kv-mib and --host-kv-mib go together")
     from kvpolicy.bench.load import Load
-    from kvpolicy.engine import parts
+    from kvpolicy.engine.parts import load as load_model
+    from kvpolicy.engine.parts import pick_device
 
-    named: dict[str, Any] = {
-        "device": options.device,
-        "backend": options.backend,
-        "dtype": options.dtype,
-    }
-    place = parts.pick_device(
-        EngineConfig(**{k: v for k, v in named.items() if v is not None}).device
-    )
+    place = pick_device(engine_config(options).device)
     large = place.type == "cuda"
     levels = whole_numbers(options.concurrency or ("1,16,64" if large else "1,4"), "--concurrency")
     prompt = options.prompt_tokens or (4096 if large else 512)
@@ -128,24 +124,28 @@ def prepared(options: DecodeOptions, controller: str) -> Prepared:
         warm=options.warm or (40 if large else 3),
         steps=options.steps or (200 if large else 10),
     )
-    keys = ("model", "dtype", "kv_dtype", "layers", "device_kv_mib", "host_kv_mib")
-    given = {key: value for key in keys if (value := getattr(options, key)) is not None}
-    place_and_kernels: dict[str, Any] = {"device": place.type, "backend": options.backend}
-    config = EngineConfig(
-        **given,
-        **place_and_kernels,
+    config = engine_config(
+        options,
+        device=place.type,
         dummy_weights=options.dummy_weights,
         controller=controller,
         max_concurrency=levels[-1],
         prefill_chunk=chunk,
     )
-    model = parts.load(config, place)
+    model = load_model(config, place)
     if load.tokens > model.geometry.max_context:
         raise UserError(
             f"--prompt-tokens {load.prompt}: with --warm {load.warm} and --steps {load.steps} a request "
             f"may have {load.tokens} tokens, and the model's context is {model.geometry.max_context}"
         )
     return Prepared(config, model, levels, load)
+
+
+def engine_config(options: BenchOptions, **more: Any) -> EngineConfig:
+    """The settings of an engine that were given, and ``more``. UserError for a wrong value."""
+    keys = ("model", "device", "backend", "dtype", "kv_dtype", "layers", *MEMORY)
+    given = {key: value for key in keys if (value := getattr(options, key, None)) is not None}
+    return EngineConfig(**{**given, **more})
 
 
 def whole_numbers(text: str, option: str) -> tuple[int, ...]:
