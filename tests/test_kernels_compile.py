@@ -40,6 +40,7 @@ def test_memory_kernels_compile(tmp_path: Path) -> None:
     assert {words for words, count in wide.items() if not count} == {1, 12, 123}
 
 
+@pytest.mark.full  # some 25 programs of 3 s each
 def test_layer_kernels_compile(tmp_path: Path) -> None:
     """Every tile of a bf16 product is computed by one kind of instruction, which adds 16 inner values at
     a time, and read by the copy engine; nothing spills in PTX. A row's bits rest on it."""
