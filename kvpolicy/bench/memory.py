@@ -102,7 +102,7 @@ def _resolve(case: StoreCase, stores: Stores, ops: MemoryOps) -> Case:
     """The first launch of retrieve, without the second."""
     from kvpolicy.kernels.triton.retrieve import resolve_rows, shape_for
 
-    shape = shape_for(case.batch, case.topk)
+    shape = shape_for(case.batch, case.topk, case.words)
 
     def call(store: StoreMemory, chosen: Tensor) -> object:
         return resolve_rows(store, stores.rows, chosen, RULE, True, False, shape)
