@@ -1,8 +1,8 @@
 """A true-geometry slice under several controllers, side by side in one engine: tokens per second of decoding.
 
-    python -P benchmarks/slice.py --json FILE         # one group of GLM-5.3's layers, 128 x 100K: needs an H200
-    python -P benchmarks/slice.py --model micro-glm --vocab 256 --context 80 --batch 3 --fit-rows 32 --sweep 16,32 \\
-        --device cpu --warm 2 --steps 3               # what CI can run
+    python -P benchmarks/slice.py --json FILE        # one group of GLM-5.3's layers, 128 x 100K, on an H200
+    python -P benchmarks/slice.py --device cpu --model micro-glm --vocab 256 --context 80 --batch 3 \\
+        --fit-rows 32 --sweep 16,32 --warm 2 --steps 3                       # in a second, anywhere
 
 Dummy weights, contexts that nobody computed, selections of ``--selection`` while the indexer does its work
 (docs/selection-sources.md). All requests stay; the controller is swapped under load, WARM steps pass, STEPS
@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ class Clock:
         if not events:
             return {}
         inside = [start.elapsed_time(end) for start, end in events]
-        gaps = [one[1].elapsed_time(two[0]) for one, two in zip(events, events[1:], strict=False)]
+        gaps = [one[1].elapsed_time(two[0]) for one, two in pairwise(events)]
         return {"device_ms": statistics.median(inside), "gap_ms": statistics.median(gaps or [0.0])}
 
 

@@ -77,10 +77,11 @@ class EngineConfig(Settings):
     """One engine. Sizes in MiB are named so; rows are per request and layer.
 
     model: an embedded model's name, or a checkpoint folder; with dummy_weights a preset, of which
-    ``layers`` (None: all) get random weights, with ``vocab`` tokens (None: the layers' share). dtype: of
-    weights and activations. selection: with dummy_weights, where selections come from (the indexer works all
-    the same): ``model``, ``process[:seed=N]``, or ``RECORDING:context=N``; kv_dtype: of the rows and index keys kept. backend: the kernels; ``auto`` is triton on
-    a GPU where it can run, else the reference; triton on the CPU is its interpreter, for tests.
+    ``layers`` (None: all) get random weights, with ``vocab`` tokens (None: the layers' share).
+    selection: with dummy_weights, where selections come from (the indexer works all the same): ``model``,
+    ``process[:seed=N]``, or ``RECORDING:context=N``. dtype: of weights and activations; kv_dtype: of the
+    rows and index keys kept. backend: the kernels; ``auto`` is triton on a GPU where it can run, else
+    the reference; triton on the CPU is its interpreter, for tests.
     controller: NAME or PATH.py:NAME, with :key=value,... behind it; in Python also an object with
     ``decide`` or a function of an observation. controller_isolation: ``auto`` asks a controller that a
     spec names in a file or plug-in in a process of its own, where decisions have a deadline; ``thread``

@@ -42,7 +42,7 @@ class Stopwatch:
             call()
         if self.device.type == "cuda" and self.graphs:
             return self._graph(calls, reset)
-        found = []
+        found: list[float] = []
         for _ in range(self.repeats):
             if reset is not None:
                 reset()
@@ -64,7 +64,7 @@ class Stopwatch:
                 call()
         if reset is None:
             graph.replay()
-        found = []
+        found: list[float] = []
         for _ in range(self.repeats):
             if reset is not None:
                 reset()
@@ -118,7 +118,7 @@ def _link_rate(watch: Stopwatch) -> float | None:
         return None
     host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(LINK_BYTES, dtype=torch.uint8, device=watch.device)
-    found = []
+    found: list[float] = []
     for _ in range(watch.repeats + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()

@@ -13,10 +13,10 @@ from kvpolicy.controllers import ControllerLike
 from kvpolicy.engine.clock import Clock
 from kvpolicy.engine.executor import Executor, Launched, Logits
 from kvpolicy.engine.handle import RequestHandle, TokenStream
-from kvpolicy.engine.loop import ControlLoop, LoadView
+from kvpolicy.engine.loop import LoadView
 from kvpolicy.engine.metrics import Metrics, Progress, Sample
 from kvpolicy.engine.observer import StepObserver
-from kvpolicy.engine.parts import finish, load, make_memory, pick_device
+from kvpolicy.engine.parts import finish, load, make_control, make_memory, pick_device
 from kvpolicy.engine.prompt import Prompt, token_ids
 from kvpolicy.engine.reload import RunTimeChanges, changes, read
 from kvpolicy.engine.request import Request, RequestOutput
@@ -45,17 +45,7 @@ class Engine:
         self.device = pick_device(self.config.device)
         self.model = model or load(self.config, self.device)
         self._layout = Layout(self.model.geometry, self.config.kv_dtype)
-        self.control = ControlLoop(
-            self.config.controller,
-            self.config.control_interval,
-            self._layout,
-            self.config.eviction,
-            deadline=0.0
-            if self.config.clock == "steps"
-            else self.config.decision_deadline_ms / 1e3,
-            decision_log=self.config.decision_log,
-            isolate=self.config.controller_isolation == "auto",
-        )
+        self.control = make_control(self.config, self._layout)
         self.memory = make_memory(
             self.config, self._layout, self.control.rule, self.model.backend, self.device
         )

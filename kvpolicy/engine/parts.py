@@ -1,4 +1,4 @@
-"""What an engine is made of, from its config: device, model, memory."""
+"""What an engine is made of, from its config: device, model, control loop, memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import torch
 
 from kvpolicy.config import EngineConfig
+from kvpolicy.engine.loop import ControlLoop
 from kvpolicy.errors import UserError, reason
 from kvpolicy.kernels.memory_ops import memory_ops
 from kvpolicy.memory.accounting import Reserve
@@ -38,6 +39,19 @@ def load(config: EngineConfig, device: torch.device) -> DecodeModel:
         if value != EngineConfig.model_fields[name].default:
             raise UserError(f"{name} = {value}: goes with dummy_weights")
     return load_model(config.model, device, config.backend, config.dtype, dummy)
+
+
+def make_control(config: EngineConfig, layout: Layout) -> ControlLoop:
+    """The control loop of a config; where steps are the clock decisions have no deadline."""
+    return ControlLoop(
+        config.controller,
+        config.control_interval,
+        layout,
+        config.eviction,
+        deadline=0.0 if config.clock == "steps" else config.decision_deadline_ms / 1e3,
+        decision_log=config.decision_log,
+        isolate=config.controller_isolation == "auto",
+    )
 
 
 def make_memory(

@@ -18,7 +18,6 @@ from kvpolicy.memory.commit import Accepted, Committer
 from kvpolicy.memory.counters import Counted, MemoryCounters
 from kvpolicy.memory.cuts import Cut, Holding, cuts_for, cuts_of_full
 from kvpolicy.memory.decode import DecodeInputs, DecodeStep
-from kvpolicy.memory.dummy_context import DummyContexts
 from kvpolicy.memory.host_pool import HostPool
 from kvpolicy.memory.layout import Layout, StoreLayout
 from kvpolicy.memory.mover import Mover
@@ -64,24 +63,9 @@ class Hierarchy:
         self.requests: dict[int, RequestMemory] = {}
         self.suspended: dict[int, RequestMemory] = {}
         self._seats = list(range(reserve.seats))  # a heap: the lowest free seat first
-        staging = accounting.staging_frames(layout, reserve)
-        self._tables = make_tables(
-            layout,
-            self.arena,
-            staging,
-            reserve.staging_rows,
-            reserve.inflight_rows,
-            reserve.seats,
-            self.ops,
-        )
-        shared = self._tables
-        self._stores = tuple(
-            own.as_kernels_see_it(self.host, staging, inflight, self.counters.retrieval.by_seat)
-            for own, staging, inflight in zip(
-                shared.stores, shared.staging, shared.inflight, strict=True
-            )
-        )
-        self._contexts = DummyContexts(layout)
+        self._tables = make_tables(layout, self.arena, reserve, self.ops)
+        counts = self.counters.retrieval.by_seat
+        self._stores = self._tables.as_kernels_see_them(self.host, counts)
         self._mover = Mover(layout, self.host, self._tables, self.ops, self.counters, device)
         self._committer = Committer(self.host, self.ops, self._stores, self.counters, device)
 
@@ -140,7 +124,7 @@ class Hierarchy:
         """Reserve host memory for ``max_tokens``, and a seat with index, map and first hot rows for
         ``tokens`` tokens (None: all of them); all or nothing. A preempted request comes back with
         everything it had committed; a new one with ``context`` tokens that nobody computed, see
-        DummyContexts.
+        :meth:`Mover.invent`.
 
         Raises CapacityError (naming the tier) and changes nothing if it does not fit now.
         """
@@ -155,22 +139,13 @@ class Hierarchy:
         request = self.suspended.pop(request_id, None)
         if request is None:
             request = RequestMemory(request_id, max_tokens, self.layout, self.host)
-            self._make_context(request, context)
+            self._mover.invent(request, context)
         request.place(self.arena, self._tables, heapq.heappop(self._seats), tokens)
         self.requests[request_id] = request
         self._mover.restore(request)
         for store, wanted in zip(self.layout.stores, self.clamp(rows), strict=True):
             self._mover.resize(request, store, wanted)
         self._mover.warm(request)
-
-    def _make_context(self, request: RequestMemory, tokens: int) -> None:
-        """Give a new request a history of so many tokens."""
-        if not tokens:
-            return
-        if self.arena.device.type == "cuda":
-            torch.cuda.synchronize()  # a step that is still running may write to who was there before
-        self._contexts.fill(request.region, tokens, request.request_id)
-        request.committed = tokens
 
     def preempt(self, request_id: int) -> None:
         """Take a request off the device; the host keeps all of it until it is admitted again."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvpolicy.kernels.memory_ops import MemoryOps
 from kvpolicy.memory.counters import MemoryCounters
+from kvpolicy.memory.dummy_context import DummyContexts
 from kvpolicy.memory.host_pool import HostPool
 from kvpolicy.memory.hot_cache import Load, keep_order
 from kvpolicy.memory.layout import Layout, StoreLayout
@@ -29,6 +30,16 @@ class Mover:
     ) -> None:
         self._layout, self._host, self._tables = layout, host, tables
         self._ops, self._counters, self._device = ops, counters, device
+        self._contexts = DummyContexts(layout)
+
+    def invent(self, request: RequestMemory, tokens: int) -> None:
+        """Give a new request a history of so many tokens that nobody computed (see DummyContexts)."""
+        if not tokens:
+            return
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()  # a step that is still running may write to who was there before
+        self._contexts.fill(request.region, tokens, request.request_id)
+        request.committed = tokens
 
     def restore(self, request: RequestMemory) -> None:
         """Bring to the device what a request with a history needs there besides hot rows."""

@@ -17,6 +17,7 @@ from kvpolicy.kernels.indexer import KeyPages
 from kvpolicy.kernels.memory_ops import MemoryOps, memory_ops
 from kvpolicy.kernels.resolve import CacheTables
 from kvpolicy.kernels.retrieve import StoreMemory
+from kvpolicy.memory.accounting import Reserve, staging_frames
 from kvpolicy.memory.arena import Arena, Table
 from kvpolicy.memory.host_pool import HostPool
 from kvpolicy.memory.layout import Item, Layout, StoreLayout
@@ -138,26 +139,29 @@ class SharedTables:
     stores: tuple[StoreTables, ...]
     requests: Tensor
 
+    def as_kernels_see_them(self, host: HostPool, counts: Tensor) -> tuple[StoreMemory, ...]:
+        """All stores; see :meth:`StoreTables.as_kernels_see_it`."""
+        own = zip(self.stores, self.staging, self.inflight, strict=True)
+        return tuple(
+            store.as_kernels_see_it(host, staging, inflight, counts)
+            for store, staging, inflight in own
+        )
 
-def make_tables(
-    layout: Layout,
-    arena: Arena,
-    staging_frames: int,
-    staging_rows: int,
-    rows: int,
-    seats: int,
-    ops: MemoryOps,
-) -> SharedTables:
+
+def make_tables(layout: Layout, arena: Arena, reserve: Reserve, ops: MemoryOps) -> SharedTables:
     """Allocate what all steps share. Staging frames serve one table per store: only one of them is
-    in use at a time. rows: of one step."""
+    in use at a time."""
+    seats = reserve.seats
     owner = Table(arena, layout.stores[0].record, ("staging",))
-    owner.resize(staging_frames * owner.item.per_frame)
-    staging = tuple(Table.sharing(owner, store.record, staging_rows) for store in layout.stores)
+    owner.resize(staging_frames(layout, reserve) * owner.item.per_frame)
+    staging = tuple(
+        Table.sharing(owner, store.record, reserve.staging_rows) for store in layout.stores
+    )
     flying: list[Table] = []
     records = [s.record for s in layout.stores] + [p.record for p in layout.pinned]
     for record in records:
         table = Table(arena, record, ("in-flight", len(flying)))
-        table.resize(rows)
+        table.resize(reserve.inflight_rows)
         flying.append(table)
     count, most = len(layout.stores), layout.geometry.max_context
     stores = tuple(

@@ -41,8 +41,8 @@ class GlmDsa:
     source: a checkpoint folder, or where else the weights come from. backend: ``reference`` or
     ``triton``, see ``choose_backend``. dtype: float32 or bfloat16. geometry: its KV geometry.
     vocab, bos, eos: token ids. weight_bytes: device bytes of weights. selection: takes the place of what
-    the indexer chooses, which works all the same. dummy: weights that were never trained. UserError if a row's bits
-    depend on its neighbours on this device.
+    the indexer chooses, which works all the same. dummy: weights that were never trained. UserError if a
+    row's bits depend on its neighbours on this device.
     """
 
     # A step of one row per request reads device tensors only: it can be captured in a CUDA graph.

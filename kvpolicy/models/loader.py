@@ -70,7 +70,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 @dataclass(frozen=True, slots=True)
 class Dummy:
     """Random weights instead of a checkpoint's, see ``kvpolicy.models.dummy``. None: all layers, and
-    their share of the vocabulary. selection: whose choices stand in for the indexer's, see ``make_source``."""
+    their share of the vocabulary. selection: whose choices stand in for the indexer's, see
+    ``make_source``."""
 
     layers: int | None = None
     vocab: int | None = None

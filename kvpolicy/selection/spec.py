@@ -20,8 +20,8 @@ def make_source(
     spec: str, geometry: Geometry, device: torch.device, backend: str = REFERENCE
 ) -> SelectionSource | None:
     """A source by its spec: ``process``, ``process:seed=3``, or ``RECORDING:context=100000`` (a file, or a
-    recording that comes with the package, stretched over the first so many entries of every request). None for
-    ``model``: the model's own choice. UserError for anything else."""
+    recording that comes with the package, stretched over the first so many entries of every request). None
+    for ``model``: the model's own choice. UserError for anything else."""
     name, _, text = spec.partition(":")
     key, _, number = text.partition("=")
     if spec == MODEL:
