@@ -51,8 +51,8 @@ class Tile:
 
 # (most rows, tile), the last for any number. Measured on an H200 for GLM-5.3's products, some 40 tiles a
 # row count (today: kvpolicy bench kernels --only linear). ranges, few: weights with fewer tiles than
-# multiprocessors, so that one deep pipeline each keeps the memory busy; many: two programs share a multiprocessor;
-# heads: inner widths of 192 and 512; gated: two accumulators.
+# multiprocessors, so that one deep pipeline each keeps the memory busy; many: two programs share a
+# multiprocessor; heads: inner widths of 192 and 512; gated: two accumulators.
 TILES = {
     "ranges": (
         (16, Tile(64, 16, 128, 4, 6)),
