@@ -27,6 +27,7 @@ from kvpolicy.bench.timing import Rates, Stopwatch
 from kvpolicy.cli.main import app
 from kvpolicy.config import EngineConfig
 from kvpolicy.engine.engine import Engine
+from kvpolicy.geometry.presets import preset
 from kvpolicy.kernels.ops import make_ops
 from kvpolicy.kernels.retrieve import retrieve
 
@@ -72,7 +73,8 @@ def test_kernels_are_checked_and_timed(tmp_path: Path) -> None:
         assert result["us"] > 0 and result["floor_us"] > 0
         assert result["share"] == pytest.approx(result["floor_us"] / result["us"])
     moved = {r["link_bytes"] for r in found["results"] if "14 % missing" in r["name"]}
-    assert moved == {2 * 2 * 192, 2 * 2 * 4 * 192}  # requests x misses x layers x bytes of a row
+    row = preset("micro-glm").stores[0].row_bytes("float32")
+    assert moved == {2 * 2 * row, 2 * 2 * 4 * row}  # requests x misses x layers x bytes of a row
     bench = found["record"]["bench"]
     assert (bench["model"], bench["dtype"], bench["batches"]) == ("micro-glm", "float32", [2])
 
@@ -266,6 +268,15 @@ def test_steps_are_taken_apart(micro: str) -> None:
     assert found["record"]["bench"]["prompt_tokens"] == 40
 
 
+def test_a_slice_with_contexts_that_nobody_computed() -> None:
+    model = ("--model", "micro-glm", "--dummy-weights", "--layers", "4", "--selection", "process")
+    sizes = ("--context", "300", "--prompt-tokens", "4", "--concurrency", "2", "--vocab", "256")
+    fixed = ("--device", "cpu", "--warm", "1", "--steps", "2")
+    found = document("step", *fixed, *model, *sizes)
+    assert found["results"][0]["running"] == 2 and found["results"][0]["context"] >= 300
+    assert found["record"]["bench"]["context"] == 300
+
+
 def test_the_engine_is_as_before_when_its_step_was_taken_apart(micro: str) -> None:
     from kvpolicy.bench.step import measure_step
 
@@ -359,6 +370,7 @@ def test_memory_is_what_all_requests_take(micro: str) -> None:
         (("step", "--picture", "/no/such/folder/a.png"), "--picture"),
         (("step", "--controller", "nobody"), "unknown controller 'nobody'"),
         (("step", "--device-kv-mib", "5"), "go together"),
+        (("step", "--context", "100"), "--context 100: goes with --dummy-weights"),
         (("step", "--layers", "4"), "layers = 4: goes with dummy_weights"),
         (("end-to-end", "--controller", "nobody"), "unknown controller 'nobody'"),
         (("end-to-end", "--memory-share", "2"), "--memory-share 2: must be a number from 0 to 1"),

@@ -18,6 +18,7 @@ from kvpolicy.memory.accounting import (
     staging_frames,
 )
 from kvpolicy.memory.layout import Layout
+from kvpolicy.memory.request import GROWTH_TOKENS
 from kvpolicy.models.loader import DecodeModel
 from kvpolicy.workloads.texts import default_corpus
 
@@ -35,12 +36,14 @@ OnStep = Callable[[Engine], None]
 @dataclass(frozen=True, slots=True)
 class Load:
     """Requests that decode at a time: each has a prompt of so many tokens, ``reading`` steps are at most
-    needed for all prompts, ``warm`` steps are not measured, ``steps`` are."""
+    needed for all prompts, ``warm`` steps are not measured, ``steps`` are. context: tokens before the prompt
+    that nobody computes (dummy weights)."""
 
     prompt: int
     reading: int
     warm: int
     steps: int
+    context: int = 0
 
     @property
     def new_tokens(self) -> int:
@@ -49,7 +52,7 @@ class Load:
 
     @property
     def tokens(self) -> int:
-        return self.prompt + self.new_tokens
+        return self.context + self.prompt + self.new_tokens
 
 
 def with_memory(
@@ -79,7 +82,10 @@ def fill(engine: Engine, load: Load, requests: int, on_step: OnStep | None = Non
     wait."""
     corpus, params = default_corpus(), SamplingParams(max_new_tokens=load.new_tokens)
     for i in range(requests):
-        engine.submit(corpus.piece((i * GOLDEN) % 1.0, load.prompt), params)
+        prompt = corpus.piece((i * GOLDEN) % 1.0, load.prompt)
+        # Contexts grow in lots: not all in the same step.
+        context = load.context - i % min(GROWTH_TOKENS, max(1, load.context // 2))
+        engine.submit(prompt, params, context=max(0, context))
     still, before = 0, -1
     while still < PATIENCE:
         engine.step()

@@ -19,7 +19,6 @@ from kvpolicy.bench.cases import Case, WrongResult
 from kvpolicy.bench.sizes import Sizes
 from kvpolicy.bench.stores import RULE, StoreCase, Stores, host_pattern
 from kvpolicy.kernels.backend import TRITON
-from kvpolicy.kernels.copy import words_of
 from kvpolicy.kernels.memory_ops import MemoryOps, memory_ops
 from kvpolicy.kernels.retrieve import StoreMemory
 
@@ -103,8 +102,9 @@ def _resolve(case: StoreCase, stores: Stores, ops: MemoryOps) -> Case:
     """The first launch of retrieve, without the second."""
     from kvpolicy.kernels.triton.retrieve import resolve_rows, shape_for
 
+    shape = shape_for(case.batch, case.topk, case.words)
+
     def call(store: StoreMemory, chosen: Tensor) -> object:
-        shape = shape_for(case.batch, case.topk, words_of(store.cache.records).shape[2])
         return resolve_rows(store, stores.rows, chosen, RULE, True, False, shape)
 
     whole = _retrieve(case, stores, ops)

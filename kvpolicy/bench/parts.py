@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ KERNELS: dict[str, str] = {
     "_attend_bf16": ATTENTION,
     "_attend_fp8": ATTENTION,
     "_combine": ATTENTION,
-    "_prepare_offsets": ATTENTION,
-    "_prepare_queries": ATTENTION,
+    "_offsets": ATTENTION,
+    "_queries": ATTENTION,
     "_linear_kernel": LINEAR,
     "_product_kernel": LINEAR,
     "_norm_kernel": ELEMENTWISE,
@@ -126,16 +127,21 @@ class TimedOps:
         return getattr(self._ops, name)
 
 
+MEMORY_OPERATIONS: dict[str, str] = {
+    "resolve": RETRIEVE,
+    "host_to_arena": FETCH,
+    "arena_to_host": PUBLISH,
+    "arena_to_arena": PUBLISH,
+    "put": ELEMENTWISE,
+    "retrieve": RETRIEVE,
+    "publish": PUBLISH,
+}
+"""What the hierarchy calls. Retrieve looks up and fetches in one call."""
+
+
 def timed_memory(ops: MemoryOps, clock: PartClock) -> MemoryOps:
-    """The hierarchy's operations, timed. Retrieve looks up and fetches in one call."""
-    return MemoryOps(
-        clock.timed(RETRIEVE, ops.resolve),
-        clock.timed(FETCH, ops.host_to_arena),
-        clock.timed(PUBLISH, ops.arena_to_host),
-        clock.timed(PUBLISH, ops.arena_to_arena),
-        clock.timed(ELEMENTWISE, ops.put),
-        clock.timed(RETRIEVE, ops.retrieve),
-        clock.timed(PUBLISH, ops.publish),
-        clock.timed(ELEMENTWISE, ops.quantize_rows),
-        clock.timed(ELEMENTWISE, ops.quantize_keys),
-    )
+    """The hierarchy's operations, each timed as its part."""
+    calls = {
+        name: clock.timed(part, getattr(ops, name)) for name, part in MEMORY_OPERATIONS.items()
+    }
+    return replace(ops, **calls)

@@ -53,12 +53,21 @@ class DecodeOptions(BenchOptions):
     """What benchmarks of decoding take besides."""
 
     kv_dtype: Annotated[
-        str | None, option("--kv-dtype", "float32|bf16", "Format of KV rows (default float32).")
+        str | None, option("--kv-dtype", "float32|bf16|fp8", "Format of KV rows (default float32).")
     ] = None
     dummy_weights: Annotated[
         bool, option("--dummy-weights", " ", "Random weights in a preset's dimensions.")
     ] = False
     layers: Annotated[int | None, option("--layers", "N", "With --dummy-weights: layers.")] = None
+    vocab: Annotated[int | None, option("--vocab", "N", "With --dummy-weights: vocabulary.")] = None
+    selection: Annotated[
+        str | None,
+        option("--selection", "SOURCE", "With --dummy-weights: who chooses (model, process, ...)."),
+    ] = None
+    context: Annotated[
+        int | None,
+        option("--context", "N", "With --dummy-weights: tokens before the prompt, never computed."),
+    ] = None
     concurrency: Annotated[
         str | None, option("--concurrency", "N,N", "Requests at a time (GPU 1,16,64; CPU 1,4).")
     ] = None
@@ -95,6 +104,7 @@ class Prepared:
 
         bench = {
             **{"concurrency": list(self.levels), "prompt_tokens": self.load.prompt},
+            "context": self.load.context,
             **{"warm": self.load.warm, "steps": self.load.steps, **more},
         }
         config = self.config.model_dump(by_alias=True)
@@ -106,7 +116,9 @@ def prepared(options: DecodeOptions, controller: str) -> Prepared:
     numbers = {
         name: getattr(options, name) for name in ("prompt_tokens", "steps", "warm", "prefill_chunk")
     }
-    at_least_one(**numbers)
+    at_least_one(**numbers, context=options.context)
+    if options.context and not options.dummy_weights:
+        raise UserError(f"--context {options.context}: goes with --dummy-weights")
     if len({getattr(options, name) is None for name in MEMORY}) > 1:
         raise UserError("--device-kv-mib and --host-kv-mib go together")
     from kvpolicy.bench.load import Load
@@ -116,13 +128,15 @@ def prepared(options: DecodeOptions, controller: str) -> Prepared:
     place = pick_device(engine_config(options).device)
     large = place.type == "cuda"
     levels = whole_numbers(options.concurrency or ("1,16,64" if large else "1,4"), "--concurrency")
-    prompt = options.prompt_tokens or (4096 if large else 512)
+    usual = 16 if options.context else 4096 if large else 512
+    prompt = options.prompt_tokens or usual
     chunk = options.prefill_chunk or (2048 if large else 256)
     load = Load(
         prompt=prompt,
         reading=levels[-1] * -(-prompt // chunk),
         warm=options.warm or (40 if large else 3),
         steps=options.steps or (200 if large else 10),
+        context=options.context or 0,
     )
     config = engine_config(
         options,
@@ -135,15 +149,19 @@ def prepared(options: DecodeOptions, controller: str) -> Prepared:
     model = load_model(config, place)
     if load.tokens > model.geometry.max_context:
         raise UserError(
-            f"--prompt-tokens {load.prompt}: with --warm {load.warm} and --steps {load.steps} a request "
-            f"may have {load.tokens} tokens, and the model's context is {model.geometry.max_context}"
+            f"--prompt-tokens {load.prompt}: with --context {load.context}, --warm {load.warm} and "
+            f"--steps {load.steps} a request may have {load.tokens} tokens, and the model's context is "
+            f"{model.geometry.max_context}"
         )
     return Prepared(config, model, levels, load)
 
 
 def engine_config(options: BenchOptions, **more: Any) -> EngineConfig:
     """The settings of an engine that were given, and ``more``. UserError for a wrong value."""
-    keys = ("model", "device", "backend", "dtype", "kv_dtype", "layers", *MEMORY)
+    keys = (
+        *("model", "device", "backend", "dtype", "kv_dtype"),
+        *("layers", "vocab", "selection", *MEMORY),
+    )
     given = {key: value for key in keys if (value := getattr(options, key, None)) is not None}
     return EngineConfig(**{**given, **more})
 
