@@ -18,4 +18,5 @@ def keep(name: str, config: dict[str, Any], results: Any) -> None:
     record = run_record(config, "cpu", "reference")
     record["versions"]["transformers"] = package_version("transformers")
     content = {"record": record, "results": results}
+    Path(folder).mkdir(parents=True, exist_ok=True)
     (Path(folder) / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
