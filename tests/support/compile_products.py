@@ -60,8 +60,9 @@ def between(kernel: Any, narrow: tuple[str, ...], constants: dict[str, int]) -> 
 
 def fused() -> None:
     """Norms and rotary embedding."""
-    sizes = {"q_rank": 2048, "rank": 512, "half": 32, "dim": 128, "heads": 32}
-    between(_latents_kernel, ("query_out",), sizes | {k.upper(): v for k, v in sizes.items()})
+    for dim, heads in ((128, 32), (1, 1)):  # with an indexer and without
+        sizes = {"q_rank": 2048, "rank": 512, "half": 32, "dim": dim, "heads": heads}
+        between(_latents_kernel, ("query_out",), sizes | {k.upper(): v for k, v in sizes.items()})
     sizes = {"heads": 64, "half": 32, "index_heads": 32}
     sizes |= {k.upper(): v for k, v in sizes.items()} | {"nope": 192, "rank": 512, "dim": 128}
     between(_turn_kernel, ("q", "index_q", "query", "index_out"), sizes | {"REST": 64})
