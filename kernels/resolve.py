@@ -57,12 +57,11 @@ def resolve(
     rule: EvictionRule,
     step: int,
     admit: bool,
-    evict: bool = True,
 ) -> Resolution:
     """Find ``wanted`` entries in the hot cache and make room for those that are missing.
 
     wanted: [u] int64, unique. admit: missing entries may stay when fetched, else this looks up only and
-    changes nothing. evict: old rows may give way. Missing entries take, in the order of ``wanted``, the
+    changes nothing. Missing entries take, in the order of ``wanted``, the
     lowest free slots, then the victims in the rule's order; the rest keep slot ABSENT and belong in
     staging. Victims are no hits of this call nor, where hits renew stamps, of this step.
     """
@@ -77,7 +76,7 @@ def resolve(
     incoming = wanted[missed]
     if not incoming.numel():
         return Resolution(slot, missed)
-    room = make_room(state, rule, step, incoming.numel(), keep=hits, evict=evict)
+    room = make_room(state, rule, step, incoming.numel(), keep=hits)
     incoming = incoming[: room.numel()]
     place(state, incoming, room, stamp_of(step, hit=False))
     slot = slot.clone()
@@ -192,14 +191,12 @@ def resolve_batch(
     admit: Tensor,
     rule: EvictionRule,
     step: int | Tensor,
-    evict: bool = True,
 ) -> Resolved:
     """:func:`resolve` for p pieces of different seats.
 
     seats: int64 [p], distinct. wanted: int64 [p, U], rows ascending and unique, PAD at their ends.
     admit: bool [p], may the missing entries of a piece stay (else it is looked up and nothing of its
-    cache changes). step: in [0, 2**30), a number or on the device [1]. evict: old rows may give way,
-    else only free slots are used.
+    cache changes). step: in [0, 2**30), a number or on the device [1].
     """
     location = torch.full_like(wanted, ABSENT)
     missed = torch.zeros_like(wanted, dtype=torch.bool)
@@ -210,7 +207,7 @@ def resolve_batch(
         slot = entries
         if not bool(tables.full[seat]):
             state = tables.state(seat)
-            found = resolve(entries, state, rule, int(step), stays, evict)
+            found = resolve(entries, state, rule, int(step), stays)
             tables.keep(seat, state)
             slot = found.slot
             missed[piece, :count] = found.missed

@@ -69,11 +69,11 @@ class Cache:
         self.hot = HotCache(arena, self.tables, SEAT, self.map, entries, entries, (1, "B"))
         self.rule = RULES[name]
 
-    def resolve(self, wanted: Tensor, step: int, admit: bool, evict: bool = True) -> Resolved:
+    def resolve(self, wanted: Tensor, step: int, admit: bool) -> Resolved:
         """Look ``wanted`` up; one row of padding beside it."""
         asked = torch.cat([wanted, torch.tensor([PAD])])[None]
         seats, may = torch.tensor([SEAT]), torch.tensor([admit])
-        found = resolve_batch(self.tables.cache, seats, asked, may, self.rule, step, evict)
+        found = resolve_batch(self.tables.cache, seats, asked, may, self.rule, step)
         return Resolved(found.location[0, :-1], found.missed[0, :-1])
 
     def slots(self, wanted: Tensor) -> Tensor:
@@ -188,22 +188,21 @@ class HotCacheMachine(RuleBasedStateMachine):
         if bool(loaded.any()):
             self.cache.write(found.location[loaded], self.truth[asked[loaded]])
 
-    @rule(count=st.integers(1, 8), evict=st.booleans())
-    def append(self, count: int, evict: bool) -> None:
+    @rule(count=st.integers(1, 8))
+    def append(self, count: int) -> None:
         """Newly committed entries."""
         self.step += 1
         new = list(range(self.committed, min(self.committed + count, self.entries)))
         self.committed += len(new)
         asked = torch.tensor(new, dtype=torch.int64)
-        found = self.cache.resolve(asked, self.step, admit=True, evict=evict)
+        found = self.cache.resolve(asked, self.step, admit=True)
         kept = found.location >= 0
         self.cache.write(found.location[kept], self.truth[asked[kept]])
         if self.hot.full:
             assert bool(kept.all())
             self.slot.update((entry, entry) for entry in new)
             return
-        room = self.hot.capacity if evict else len(self.free_slots())
-        self.admit(new[:room], keep=set())
+        self.admit(new[: self.hot.capacity], keep=set())
 
     @rule(rows=st.integers(0, 44), data=st.data())
     def resize(self, rows: int, data: st.DataObject) -> None:

@@ -49,7 +49,7 @@ class Model:
         return (self.stamp[slot],)
 
     def resolve(
-        self, name: str, seat: int, wanted: list[int], step: int, admit: bool, evict: bool
+        self, name: str, seat: int, wanted: list[int], step: int, admit: bool
     ) -> tuple[list[int], list[bool]]:
         """Slots (-1: to be staged) and misses of ``wanted``."""
         missed = [entry not in self.slot for entry in wanted]
@@ -63,7 +63,7 @@ class Model:
             incoming = [entry for entry in wanted if entry not in self.slot]
             taken = set(self.slot.values())
             room = [slot for slot in range(self.capacity) if slot not in taken][: len(incoming)]
-            if evict and len(room) < len(incoming):
+            if len(room) < len(incoming):
                 room += self.victims(name, len(incoming) - len(room), step, taken - hits)
             for entry, slot in zip(incoming, room, strict=False):
                 self.slot[entry], self.stamp[slot] = slot, 2 * step
@@ -151,9 +151,7 @@ def test_resolve_batch_against_dictionaries(
             if seats[seat].full:
                 slots, missed = entries, [False] * len(entries)
             else:
-                slots, missed = models[seat].resolve(
-                    name, seat, entries, step, admit, call["evict"]
-                )
+                slots, missed = models[seat].resolve(name, seat, entries, step, admit)
             rest = call["wanted"].shape[1] - len(entries)
             where = [-1 if slot < 0 else location_of(tables, seat, slot) for slot in slots]
             assert found.location[piece].tolist() == where + [-1] * rest

@@ -19,19 +19,11 @@ from ..copy import check_host, words_of
 from ..eviction import EvictionRule
 from ..retrieve import DecodeRows, StoreMemory
 from .eviction import device_key
-from .lists import Lists
-from .resolve import (
-    PART_COUNTS,
-    check_tables,
-    fill_absent,
-    first_tile,
-    scratch_of,
-    serve_piece,
-    table_arguments,
-    table_constants,
-    table_strides,
-)
+from .lists import Lists, decode_arguments
+from .look_up import fill_absent, first_tile
+from .resolve import PART_COUNTS, scratch_of, serve_piece
 from .retrieve import Shape, copy_segments, fetch_constants
+from .tables import check_tables, table_arguments, table_constants, table_strides
 
 
 @triton.jit
@@ -81,7 +73,7 @@ def _fused(
                 location, scratch + piece * (3 * width + EXTRA), committed, inflight, staging, row_base,
                 source + piece * width, target + piece * width, misses, counts, arrivals,
                 piece, part, width, row_seat, map_seat, meta_seat, segment,
-                TOUCH, True, KEY, LAZY, True, FIRST, False, PARTS, TOKENS, LAYERS, WORDS, PER_ROW,
+                TOUCH, KEY, LAZY, True, FIRST, False, PARTS, TOKENS, LAYERS, WORDS, PER_ROW,
                 PER_MAP, MAP_FRAME, PER_META, META_FRAME, BLOCK, TILE, NEAR,
             )  # fmt: skip
         if last:
@@ -123,20 +115,7 @@ def retrieve_fused(
     kernel: Any = _fused
     kernel[(max(pieces * shape.parts, shape.programs),)](
         *table_arguments(cache),
-        rows.seat,
-        chosen.contiguous(),
-        rows.admit.view(torch.uint8),
-        rows.step,
-        location,
-        scratch,
-        rows.committed,
-        store.inflight,
-        store.staging,
-        store.row_base,
-        lists.source,
-        lists.target,
-        lists.misses,
-        store.counts,
+        *decode_arguments(store, rows, chosen, location, scratch, lists),
         store.arrivals,
         store.arrivals[-2:],
         store.host,

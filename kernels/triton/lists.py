@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..retrieve import DecodeRows, StoreMemory
+
 
 @dataclass(frozen=True, slots=True)
 class Lists:
@@ -25,3 +27,19 @@ class Lists:
             torch.empty((pieces, width), dtype=torch.int32, device=device),
             torch.empty(pieces, dtype=torch.int32, device=device),
         )
+
+
+def decode_arguments(
+    store: StoreMemory,
+    rows: DecodeRows,
+    chosen: Tensor,
+    location: Tensor,
+    scratch: Tensor,
+    lists: Lists,
+) -> tuple[Tensor, ...]:
+    """What the kernels that retrieve take behind the tables, in their order."""
+    return (
+        rows.seat, chosen.contiguous(), rows.admit.view(torch.uint8), rows.step, location, scratch,
+        rows.committed, store.inflight, store.staging, store.row_base,
+        lists.source, lists.target, lists.misses, store.counts,
+    )  # fmt: skip

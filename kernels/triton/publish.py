@@ -13,10 +13,17 @@ from torch import Tensor
 from ..copy import check_host, words_of
 from ..eviction import EvictionRule
 from ..retrieve import DecodeRows, StoreMemory
+from .admission import find_victims
 from .copy import arena_side, host_side, plan, word_at
 from .eviction import device_key
-from .resolve import check_tables, find_victims, table_arguments, table_constants, table_strides
-from .tables import location_of, word_of
+from .tables import (
+    check_tables,
+    location_of,
+    table_arguments,
+    table_constants,
+    table_strides,
+    word_of,
+)
 
 BLOCK = 1024
 WARPS = 4

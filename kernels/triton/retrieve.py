@@ -16,16 +16,9 @@ from ..retrieve import DecodeRows, StoreMemory
 from .copy import MOST_ROWS, TILE_WORDS, arena_side, host_side, plan, word_at
 from .eviction import device_key
 from .launch import blocks, power_of_two
-from .lists import Lists
-from .resolve import (
-    PART_COUNTS,
-    _resolve,
-    check_tables,
-    scratch_of,
-    table_arguments,
-    table_constants,
-    table_strides,
-)
+from .lists import Lists, decode_arguments
+from .resolve import PART_COUNTS, _resolve, scratch_of
+from .tables import check_tables, table_arguments, table_constants, table_strides
 from .union import resolve_union
 
 
@@ -132,27 +125,13 @@ def resolve_rows(
     kernel: Any = _resolve
     kernel[(pieces * shape.parts,)](
         *table_arguments(cache),
-        rows.seat,
-        chosen.contiguous(),
-        rows.admit.view(torch.uint8),
-        rows.step,
-        location,
-        scratch,  # flags of misses are not asked for
-        scratch,
-        rows.committed,
-        store.inflight,
-        store.staging,
-        store.row_base,
-        lists.source,
-        lists.target,
-        lists.misses,
-        store.counts,
+        *decode_arguments(store, rows, chosen, location, scratch, lists),
         store.arrivals,
+        scratch,  # flags of misses are not asked for
         width,
         *table_strides(cache),
         segment,
         TOUCH=rule.touch,
-        EVICT=True,
         KEY=key,
         LAZY=rule.lazy,
         DECODE=True,

@@ -18,18 +18,22 @@ from torch import Tensor
 from ..copy import words_of
 from ..eviction import EvictionRule
 from ..retrieve import DecodeRows, StoreMemory
+from .admission import find_victims
 from .eviction import device_key
-from .lists import Lists
-from .resolve import (
+from .lists import Lists, decode_arguments
+from .look_up import fill_absent
+from .resolve import count_rows
+from .tables import (
+    ABSENT,
+    MISS,
     check_tables,
-    count_rows,
-    fill_absent,
-    find_victims,
+    is_entry,
+    location_of,
     table_arguments,
     table_constants,
     table_strides,
+    word_of,
 )
-from .tables import ABSENT, MISS, is_entry, location_of, word_of
 
 BLOCK = 1024
 WARPS = 8
@@ -327,20 +331,7 @@ def resolve_union(
     kernel: Any = _resolve_union
     kernel[(pieces,)](
         *table_arguments(cache),
-        rows.seat,
-        chosen.contiguous(),
-        rows.admit.view(torch.uint8),
-        rows.step,
-        location,
-        scratch,
-        rows.committed,
-        store.inflight,
-        store.staging,
-        store.row_base,
-        lists.source,
-        lists.target,
-        lists.misses,
-        store.counts,
+        *decode_arguments(store, rows, chosen, location, scratch, lists),
         width,
         *table_strides(cache),
         store.segment(pieces, total),

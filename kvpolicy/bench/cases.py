@@ -16,7 +16,7 @@ class WrongResult(AssertionError):
 class Case:
     """calls: alike but for their inputs. check: compares with a plain computation, WrongResult if they
     differ; before anything is timed. device_bytes, link_bytes, flops: what a call must move and compute at
-    least. reset: puts back what the calls change. library: the same by a library that need not be
+    least. reset: puts back what the calls change. vendor: the same by a library (cuBLAS) that need not be
     deterministic. hisparse_us: SGLang 0.5.23's kernel on an H200, where it was measured."""
 
     group: str
@@ -28,7 +28,7 @@ class Case:
     link_bytes: int = 0
     flops: int = 0
     reset: Call | None = None
-    library: Sequence[Call] | None = None
+    vendor: Sequence[Call] | None = None
     hisparse_us: float | None = None
 
 
@@ -46,7 +46,7 @@ class Timing:
     device_bytes: int = 0
     link_bytes: int = 0
     flops: int = 0
-    library_us: float | None = None
+    vendor_us: float | None = None
     hisparse_us: float | None = None
     error: str | None = field(default=None)
 
@@ -70,6 +70,6 @@ def run_case(case: Case, watch: Stopwatch, rates: Rates) -> Timing:
         device_bytes=case.device_bytes,
         link_bytes=case.link_bytes,
         flops=case.flops,
-        library_us=None if case.library is None else watch.micros(case.library),
+        vendor_us=None if case.vendor is None else watch.micros(case.vendor),
         hisparse_us=case.hisparse_us,
     )

@@ -93,7 +93,7 @@ class Weights:
             return self.ops.gated(self.x[:n, 0], weight)[:, None]
         return self.ops.products(self.x[:n, 0], weight)[0][:, None]
 
-    def library(self, n: int, i: int) -> Tensor:
+    def vendor(self, n: int, i: int) -> Tensor:
         """For gate and up: both products, without the activation."""
         weight = self.plain[i % len(self.plain)]
         if self.shape.heads > 1:
@@ -124,7 +124,7 @@ class Weights:
             check=partial(self.check, n),
             device_bytes=shape.values * self.plain[0].element_size(),
             flops=2 * n * shape.values,
-            library=[partial(self.library, n, i) for i in range(count)],
+            vendor=[partial(self.vendor, n, i) for i in range(count)],
         )
 
 

@@ -99,7 +99,7 @@ class SlotCache:
         """The entries that are in it, in slot order."""
         return self._entry_of[: self._used].copy()
 
-    def resolve(self, wanted: Entries, step: int, evict: bool = True) -> Entries:
+    def resolve(self, wanted: Entries, step: int) -> Entries:
         """Look up, touch, admit what is missing. wanted: unique, int64 [u]. Returns the missing ones."""
         slot = self._slot_of[wanted]
         missed = wanted[slot < 0]
@@ -110,7 +110,7 @@ class SlotCache:
         if self.rule.touch and due:
             self._stamp[hits] = 2 * step + 1
         if missed.size:
-            room = self._room(missed.size, hits, step, evict)
+            room = self._room(missed.size, hits, step)
             self._place(missed[: room.size], room, 2 * step)
         return missed
 
@@ -120,7 +120,7 @@ class SlotCache:
             room = self._room(entries.size, None, step, evict)
             self._place(entries[: room.size], room, 2 * step)
 
-    def _room(self, count: int, keep: Entries | None, step: int, evict: bool) -> Entries:
+    def _room(self, count: int, keep: Entries | None, step: int, evict: bool = True) -> Entries:
         """Free slots, then victims in the rule's order."""
         free = min(count, self.capacity - self._used)
         room = np.arange(self._used, self._used + free)

@@ -37,7 +37,7 @@ Table = dict[str, Column]
 # What zipfile, lzma, numpy and json say of bytes that nobody wrote like that.
 _DAMAGE = (
     *(zipfile.BadZipFile, EOFError, lzma.LZMAError, zlib.error, ValueError, OSError),
-    *(NotImplementedError, RuntimeError, OverflowError, struct.error, IndexError, TypeError),
+    *(RuntimeError, OverflowError, struct.error, IndexError, TypeError),
     *(SyntaxError, MemoryError),
 )
 SHIPPED = Path(__file__).parent / "data"

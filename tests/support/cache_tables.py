@@ -140,7 +140,6 @@ def random_call(
         "wanted": wanted,
         "admit": torch.from_numpy(rng.random(len(asked)) < 0.8),
         "step": step,
-        "evict": bool(rng.random() < 0.8),
     }
 
 
