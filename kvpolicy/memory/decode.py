@@ -14,13 +14,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kvpolicy.errors import IntegrityError
 from kvpolicy.geometry.geometry import Selector
 from kvpolicy.kernels.eviction import EvictionRule
-from kvpolicy.kernels.indexer import KeyPages
 from kvpolicy.kernels.memory_ops import MemoryOps
-from kvpolicy.kernels.paging import scatter
 from kvpolicy.kernels.retrieve import DecodeRows, StoreMemory
+from kvpolicy.memory.access import StepAccess
 from kvpolicy.memory.layout import Layout, StoreLayout
 from kvpolicy.memory.rows import stored_keys, stored_rows
 from kvpolicy.memory.segments import Segment, Wave
@@ -59,7 +57,7 @@ class DecodeInputs:
         return [*itertools.chain(*zip(*rows, *padding, strict=True)), step]
 
 
-class DecodeStep:
+class DecodeStep(StepAccess):
     """One step's access to the hierarchy for the rows of ``inputs``.
 
     stores: as kernels see them. most_tokens: no row stands at or beyond this position (known on the
@@ -78,8 +76,7 @@ class DecodeStep:
         most_tokens: int,
         segments: Sequence[Segment] = (),
     ) -> None:
-        self.layout = layout
-        self.tables = tables
+        super().__init__(layout, tables)
         self.segments = tuple(segments)
         self.rows = inputs.size
         self._ops, self._rule, self._evict = ops, rule, evict
@@ -90,67 +87,40 @@ class DecodeStep:
         self._rows = DecodeRows(inputs.seat, inputs.position, inputs.step, self._alive)
         self._reads = inputs.seat.clamp_min(0)
         self._flying = [table.paged.locate(inputs.index) for table in tables.inflight]
-        self._selection: dict[str, Tensor] = {}
         self._waves: dict[str, Wave] = {}
         self._latest: str | None = None
 
     @property
     def positions(self) -> Tensor:
-        """Position of every row in its request: int64 [n]."""
         return self._numbers.position
 
     @property
-    def row_segment(self) -> Tensor:
-        """Which row of ``key_pages`` every row reads, its seat (padding reads another's): int64 [n]."""
-        return self._reads
+    def seats(self) -> Tensor:
+        return self._numbers.seat
 
     @property
-    def request_numbers(self) -> Tensor:
-        """Number of the request of every row (of padding any): int64 [n]."""
-        return self.tables.requests[self._numbers.seat]
+    def row_segment(self) -> Tensor:
+        return self._reads
 
-    # --- rows and keys of this step --------------------------------------------------------------
+    # --- rows, keys and selections of this step --------------------------------------------------
 
     def write_rows(self, layer: int, rows: Tensor) -> None:
-        """Put this step's rows of one layer in flight. rows: [n, width]."""
         store = self.layout.owner(layer)
-        records = self.tables.stores[store.index].cache.records
-        view = records[..., store.store.layers.index(layer), :]
-        scatter(view, self._flying[store.index], stored_rows(store, self._ops, rows))
+        rows = stored_rows(store, self._ops, rows)
+        self._put_in_flight(store, layer, self._flying[store.index], rows)
 
     def write_keys(self, layer: int, keys: Tensor) -> None:
-        """Index keys of this step's rows that complete an entry. keys: [n, width]."""
         store = self.layout.owner(layer)
-        tables = self.tables.stores[store.index]
+        tables = self._tables_of(store)
         where = tables.key_location(self._numbers.seat, self._entry(store))
         where = torch.where(self._complete(store), where, -1)
         self._ops.put(tables.keys.view, where, stored_keys(store, self._ops, keys))
 
-    # --- selection -------------------------------------------------------------------------------
-
-    def visible(self, selector: Selector) -> Tensor:
-        """Entries that each row may choose from: int64 [n]."""
-        return (self.positions + 1) // self.layout.of(selector).store.tokens_per_entry
-
     def most_visible(self, selector: Selector) -> int:
-        """No row sees more entries."""
         return self.layout.of(selector).store.entries(self._most_tokens)
 
-    def key_pages(self, selector: Selector) -> KeyPages:
-        """The index keys of all seats, where they lie."""
-        return self.tables.stores[self.layout.of(selector).index].keys
-
-    def select(self, selector: Selector, selection: Tensor) -> None:
-        """Publish the top-k of every row: int64 [n, k], ascending, -1 after the last one."""
-        if selector.name in self._selection:
-            raise IntegrityError(f"selector {selector.name!r} chose twice in one step")
-        self._selection[selector.name] = selection
-        tables = self.tables.stores[self.layout.of(selector).index]
-        tables.note_selected(selector, self._numbers.seat, selection)
-
-    def selection(self, selector: Selector) -> Tensor:
-        """What was published: int64 [n, k]."""
-        return self._selection[selector.name]
+    def _last_rows(self, selection: Tensor) -> tuple[Tensor, Tensor]:
+        return self._numbers.seat, selection
 
     # --- retrieval -------------------------------------------------------------------------------
 
@@ -170,12 +140,6 @@ class DecodeStep:
         found = self._ops.retrieve(store, self._rows, chosen, self._rule, first)
         valid = found >= 0
         return Wave(0, self.rows, found.clamp_min(0).long(), valid)
-
-    def row_view(self, layer: int) -> Tensor:
-        """The arena read as rows that one layer attends: [F, per, width], strided."""
-        return self.layout.row_view(
-            layer, self.tables.stores[self.layout.read_by(layer).index].cache.records
-        )
 
     # --- commit ----------------------------------------------------------------------------------
 
