@@ -47,7 +47,9 @@ def micro(folder: Path, device: torch.device) -> GlmDsa:
 
 
 class Recording:
-    """DecodeModel that keeps the logits of wanted rows."""
+    """DecodeModel that keeps the logits of wanted rows, on the host: no step can be a CUDA graph."""
+
+    device_only = False
 
     def __init__(self, model: DecodeModel) -> None:
         self.model = model
@@ -87,7 +89,7 @@ def decode(
         outputs = engine.generate(prompts, params)
         record = engine.record()
         assert record["backend"] == engine.model.backend
-        assert (record["link"] is None) == (engine.device.type == "cpu")
+        assert record["link"] is None  # too small a host pool to measure it
         return outputs
 
 
