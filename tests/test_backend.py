@@ -47,9 +47,7 @@ def micro(folder: Path, device: torch.device) -> GlmDsa:
 
 
 class Recording:
-    """DecodeModel that keeps the logits of wanted rows, on the host: no step can be a CUDA graph."""
-
-    device_only = False
+    """DecodeModel that keeps the logits of wanted rows."""
 
     def __init__(self, model: DecodeModel) -> None:
         self.model = model
@@ -83,6 +81,7 @@ def decode(
         device_kv_mib=2,
         host_kv_mib=4,
         kv_dtype=kv_dtype,  # type: ignore[arg-type]
+        cuda_graphs=isinstance(model, GlmDsa),  # models that look wait for the device
         validate=True,
     )
     with Engine(config, model=model) as engine:  # type: ignore[arg-type]
