@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from kvpolicy.speculative.drawing import RowSampling
 from kvpolicy.speculative.proposal import Proposal
 
 
@@ -49,13 +50,15 @@ class Drafter(Protocol):
         positions: Tensor,
         context: Tensor,
         context_positions: Tensor,
-        sampling: object,
-        noise: object,
+        sampling: RowSampling,
+        coupled: bool,
     ) -> Proposal:
         """K tokens for positions + 1 .. positions + K of r requests.
 
         anchors, positions: int64 [r], the last committed token, whose taps nobody has yet, and where it
         stands. context: float32 [r, W, ring_width], columns in ascending position; context_positions:
-        int64 [r, W], -1 where a column is empty (its numbers are zero).
+        int64 [r, W], -1 where a column is empty (its numbers are zero). sampling: of each request; coupled:
+        draw with the noise of the target's own choice (:func:`kvpolicy.speculative.drawing.draw` does
+        both). Greedy requests want the likeliest tokens.
         """
         ...
