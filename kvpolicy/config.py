@@ -169,7 +169,9 @@ class EngineConfig(Settings):
 
     @field_serializer("drafter")
     def _drafter_name(self, value: Any) -> str:
-        return value if isinstance(value, str) else str(getattr(value, "name", type(value).__name__))
+        return (
+            value if isinstance(value, str) else str(getattr(value, "name", type(value).__name__))
+        )
 
     @field_validator("eviction")
     @classmethod

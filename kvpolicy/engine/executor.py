@@ -209,9 +209,7 @@ class Executor:
 def _verified(drafts: Drafts, verdict: Verdict, logits: Tensor) -> _Verified:
     tokens: list[tuple[Request, int, int]] = []
     start = 0
-    for request, length, found in zip(
-        drafts.requests, drafts.lengths, verdict.tokens, strict=True
-    ):
+    for request, length, found in zip(drafts.requests, drafts.lengths, verdict.tokens, strict=True):
         tokens += [(request, token, start + i) for i, token in enumerate(found)]
         start += 1 + length
     return _Verified(tuple(tokens), ToHost(logits))

@@ -129,7 +129,9 @@ class Speculator:
                 f"num_draft_tokens = {width}: drafter {drafter.name!r} proposes up to {drafter.tokens}"
             )
         if drafter.taps and not isinstance(model, TappedModel):
-            raise UserError(f"drafter {drafter.name!r}: reads layers, which this model does not show")
+            raise UserError(
+                f"drafter {drafter.name!r}: reads layers, which this model does not show"
+            )
         layers = model.geometry.num_layers
         if any(not -1 <= tap < layers for tap in drafter.taps):
             raise UserError(f"drafter {drafter.name!r}: taps {drafter.taps} of {layers} layers")
@@ -161,7 +163,10 @@ class Speculator:
             max(0, min(self.cap, request.tokens_left - 1, own.reserved - request.computed - 1))
             for request, own in zip(requests, held, strict=True)
         ]
-        rows = [(own.seat, r.computed, r.token_at(r.computed)) for own, r in zip(held, requests, strict=True)]
+        rows = [
+            (own.seat, r.computed, r.token_at(r.computed))
+            for own, r in zip(held, requests, strict=True)
+        ]
         seats, anchors, tokens = upload(list(zip(*rows, strict=True)), device)
         sampling = sampling_of(requests, device)
         proposal, lengths = None, [0] * len(requests)
@@ -179,7 +184,12 @@ class Speculator:
         return Drafts(tuple(requests), anchors, sampling, proposal, tuple(lengths))
 
     def _propose(
-        self, memory: Hierarchy, seats: Tensor, anchors: Tensor, tokens: Tensor, sampling: RowSampling
+        self,
+        memory: Hierarchy,
+        seats: Tensor,
+        anchors: Tensor,
+        tokens: Tensor,
+        sampling: RowSampling,
     ) -> Proposal | None:
         """None where the drafter failed."""
         own, rings = self.drafter, memory.tables.rings
@@ -205,7 +215,9 @@ class Speculator:
         self.counts.failures += 1
         log.warning("drafter %r: %s; nothing is speculated", self.drafter.name, what)
         if not self.active:
-            log.error("drafter %r failed %d times: it is not asked again", self.drafter.name, FAILURES)
+            log.error(
+                "drafter %r failed %d times: it is not asked again", self.drafter.name, FAILURES
+            )
 
     # --- in the step -----------------------------------------------------------------------------
 

@@ -92,13 +92,17 @@ def checked(made: Any, name: str) -> Drafter:
     from kvpolicy.speculative.drafter import Drafter
 
     if isinstance(made, type) or not isinstance(made, Drafter):
-        raise UserError(f"drafter {name!r}: must have name, taps, window, ring_width, tokens, context() "
-                        "and propose()")
+        raise UserError(
+            f"drafter {name!r}: must have name, taps, window, ring_width, tokens, context() "
+            "and propose()"
+        )
     least = {"tokens": 1, "ring_width": 0, "window": 2 if made.ring_width else 0}
     for field, low in least.items():
         value = getattr(made, field)
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise UserError(f"drafter {name!r}: {field} = {value!r}: must be a whole number from {low} on")
+            raise UserError(
+                f"drafter {name!r}: {field} = {value!r}: must be a whole number from {low} on"
+            )
     return made
 
 
