@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..draft_attention import draft_attention
 from .. import latents
 from ..backend import TRITON
 from ..elementwise import swiglu
@@ -106,3 +107,14 @@ class TritonOps:
         scale: float,
     ) -> Tensor:
         return sparse_mla(query, view, locations, valid, value_width, scale)
+
+    def draft_attention(
+        self,
+        query: Tensor,
+        context: Tensor,
+        key: Tensor,
+        value: Tensor,
+        visible: Tensor,
+        causal: bool,
+    ) -> Tensor:
+        return draft_attention(query, context, key, value, visible, causal).to(self.dtype)

@@ -1,5 +1,8 @@
 """Drafters by name: built in, or from a plug-in (entry-point group ``kvpolicy.drafters``).
 
+A trained one comes with the model that it drafts for (``dspark``), or from a checkpoint folder
+(``dspark:path/to/folder``).
+
 A plug-in's value is a drafter class or factory, called as ``factory(model, tokens)``: the loaded target
 model, and how many tokens a proposal may have (None: the drafter's own number).
 """
@@ -30,7 +33,12 @@ log = logging.getLogger(__name__)
 BUILT_IN: Mapping[str, str] = {
     NONE: "one token per request and step",
     "ngram": "prompt look-up: copies what followed the last tokens before; no weights",
+    "dflash": "a transformer over a block of masks, its rows independent: the baseline of the next two",
+    "dflash2": "that with a dynamic convolution, and a selector that walks through candidates",
+    "dspark": "that with a Markov head and a confidence head: as many tokens verified as pay off",
 }
+TRAINED = ("dflash", "dflash2", "dspark")
+"""Those that have weights."""
 _registered: dict[str, Factory] = {}
 
 
@@ -51,6 +59,8 @@ def names() -> list[str]:
 
 def check(name: object) -> None:
     """UserError unless ``name`` can be used. Loads nothing."""
+    if isinstance(name, str) and name.partition(":")[0] in TRAINED:
+        return
     if not isinstance(name, str) or name not in names():
         raise unknown_name("drafter", str(name), names())
 
@@ -126,6 +136,11 @@ def _plugins() -> Found:
 def _factory(name: str) -> Factory:
     if name == "ngram":
         return _ngram
+    if name.partition(":")[0] in TRAINED:
+        from kvpolicy.speculative.drafters.checkpoint import for_model
+
+        method, _, folder = name.partition(":")
+        return lambda model, tokens: for_model(method, model, folder or None)
     if name in _registered:
         return _registered[name]
     plugin = _plugins().plugins[name]
