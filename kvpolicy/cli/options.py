@@ -134,6 +134,15 @@ class Options:
             "standard|block|coupled",
         ),
     ] = None
+    verify_length: Annotated[
+        str | None,
+        _option(
+            "--verify-length",
+            _POLICY,
+            "Verify all proposed tokens, or as many as pay for their rows and fetches.",
+            "full|scheduled",
+        ),
+    ] = None
     control_interval: Annotated[
         int | None,
         _option("--control-interval", _POLICY, "Most steps between two decisions.", "N"),

@@ -188,7 +188,7 @@ class Executor:
         for (request, _), count in zip(work, counts, strict=True):
             request.advance(count)
         if drafts:
-            speculator.counts.verify_seconds += time.perf_counter() - started
+            speculator.timed(drafts, verified, time.perf_counter() - started)
 
     def _chosen(self, requests: tuple[Request, ...], logits: Tensor) -> _Emitted:
         """Choose a token from each row of logits."""
