@@ -7,8 +7,8 @@ import itertools
 
 import pytest
 import torch
-from toy_speculation import LAWS, Toy, draft_law, target_law, toy
 from torch import Tensor
+from toy_speculation import LAWS, Toy, draft_law, target_law, toy
 
 from kvpolicy.kernels import acceptance as rules
 

@@ -29,6 +29,7 @@ from kvpolicy.engine.reload import RunTimeChanges, changes, read
 from kvpolicy.engine.request import Request, RequestOutput
 from kvpolicy.engine.residents import Residents
 from kvpolicy.engine.scheduler import Scheduler
+from kvpolicy.engine.verify_schedule import VerifySchedule
 from kvpolicy.errors import UserError, reason
 from kvpolicy.memory.layout import Layout
 from kvpolicy.models.loader import DecodeModel
@@ -63,6 +64,9 @@ class Engine:
             self.device,
             self.speculator.width if self.speculator else 0,
         )
+        if self.speculator is not None and self.config.verify_length == "scheduled":
+            wall = self.config.clock == "wall"
+            self.speculator.schedule = VerifySchedule(self.memory, self.speculator.width, wall)
         self.scheduler = Scheduler(self.config.max_concurrency, self.config.prefill_chunk)
         self.requests: dict[int, Request] = {}
         self.totals = Metrics()

@@ -188,7 +188,7 @@ class Executor:
         for (request, _), count in zip(work, counts, strict=True):
             request.advance(count)
         if drafts:
-            speculator.counts.verify_seconds += time.perf_counter() - started
+            speculator.timed(drafts, verified, time.perf_counter() - started)
 
     def _chosen(self, requests: tuple[Request, ...], logits: Tensor) -> _Emitted:
         """Choose a token from each row of logits."""
@@ -209,9 +209,7 @@ class Executor:
 def _verified(drafts: Drafts, verdict: Verdict, logits: Tensor) -> _Verified:
     tokens: list[tuple[Request, int, int]] = []
     start = 0
-    for request, length, found in zip(
-        drafts.requests, drafts.lengths, verdict.tokens, strict=True
-    ):
+    for request, length, found in zip(drafts.requests, drafts.lengths, verdict.tokens, strict=True):
         tokens += [(request, token, start + i) for i, token in enumerate(found)]
         start += 1 + length
     return _Verified(tuple(tokens), ToHost(logits))

@@ -91,8 +91,6 @@ def make_speculator(
     """The speculation of a config, None without a drafter. UserError for a drafter that cannot be had."""
     drafter = make_drafter(config.drafter, model, config.num_draft_tokens)
     if drafter is None:
-        if config.num_draft_tokens is not None:
-            raise UserError(f"num_draft_tokens = {config.num_draft_tokens}: goes with a drafter")
         return None
     on_device = device.type == "cuda" and model.backend == "triton"
     choose = choose_on_device if on_device else choose_on_host

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.scheduler import Rows
+from kvpolicy.engine.verify_schedule import VerifySchedule
 from kvpolicy.errors import UserError, reason
 from kvpolicy.kernels.paging import upload
 from kvpolicy.memory.hierarchy import Hierarchy
@@ -85,13 +86,15 @@ class Counts:
 @dataclass(frozen=True, slots=True)
 class Drafts:
     """Proposals of some requests. anchors: int64 [r], where their last committed tokens stand. lengths:
-    how many proposed tokens of each are verified."""
+    how many proposed tokens of each are verified. seats: int64 [r]. seconds: what drafting took."""
 
     requests: tuple[Request, ...]
     anchors: Tensor
     sampling: RowSampling
     proposal: Proposal
     lengths: tuple[int, ...]
+    seats: Tensor
+    seconds: float = 0.0
 
     def fill(self, tokens: Tensor, rows: Rows) -> Tensor:
         """The tokens of a step's rows with the proposed ones in their place."""
@@ -129,7 +132,9 @@ class Speculator:
                 f"num_draft_tokens = {width}: drafter {drafter.name!r} proposes up to {drafter.tokens}"
             )
         if drafter.taps and not isinstance(model, TappedModel):
-            raise UserError(f"drafter {drafter.name!r}: reads layers, which this model does not show")
+            raise UserError(
+                f"drafter {drafter.name!r}: reads layers, which this model does not show"
+            )
         layers = model.geometry.num_layers
         if any(not -1 <= tap < layers for tap in drafter.taps):
             raise UserError(f"drafter {drafter.name!r}: taps {drafter.taps} of {layers} layers")
@@ -137,6 +142,7 @@ class Speculator:
         self.width = width or drafter.tokens
         self.counts = Counts(self.width)
         self.cap = self.width
+        self.schedule: VerifySchedule | None = None
         self._model, self._rule, self._choose = model, rule, choose
 
     @property
@@ -161,7 +167,10 @@ class Speculator:
             max(0, min(self.cap, request.tokens_left - 1, own.reserved - request.computed - 1))
             for request, own in zip(requests, held, strict=True)
         ]
-        rows = [(own.seat, r.computed, r.token_at(r.computed)) for own, r in zip(held, requests, strict=True)]
+        rows = [
+            (own.seat, r.computed, r.token_at(r.computed))
+            for own, r in zip(held, requests, strict=True)
+        ]
         seats, anchors, tokens = upload(list(zip(*rows, strict=True)), device)
         sampling = sampling_of(requests, device)
         proposal, lengths = None, [0] * len(requests)
@@ -171,15 +180,25 @@ class Speculator:
             proposal = Proposal(tokens.new_zeros((len(requests), 0)), OneHot())
         else:
             good = usable(proposal, self._model.vocab)
-            lengths = [limit * int(fine) for limit, fine in zip(limits, good.tolist(), strict=True)]
-            if not all(good.tolist()):
+            proposal = made_safe(proposal, good)
+            found = torch.where(good, upload(limits, device), 0)
+            if self.schedule is not None:
+                numbers = upload([request.id for request in requests], device)
+                found = self.schedule.lengths(seats, numbers, found, proposal.confidence)
+            *lengths, fine = torch.cat([found, good.all()[None].long()]).tolist()
+            if not fine:
                 self._failed("proposed tokens or probabilities that are none")
-                proposal = made_safe(proposal, good)
-        self.counts.draft_seconds += time.perf_counter() - started
-        return Drafts(tuple(requests), anchors, sampling, proposal, tuple(lengths))
+        seconds = time.perf_counter() - started
+        self.counts.draft_seconds += seconds
+        return Drafts(tuple(requests), anchors, sampling, proposal, tuple(lengths), seats, seconds)
 
     def _propose(
-        self, memory: Hierarchy, seats: Tensor, anchors: Tensor, tokens: Tensor, sampling: RowSampling
+        self,
+        memory: Hierarchy,
+        seats: Tensor,
+        anchors: Tensor,
+        tokens: Tensor,
+        sampling: RowSampling,
     ) -> Proposal | None:
         """None where the drafter failed."""
         own, rings = self.drafter, memory.tables.rings
@@ -205,7 +224,9 @@ class Speculator:
         self.counts.failures += 1
         log.warning("drafter %r: %s; nothing is speculated", self.drafter.name, what)
         if not self.active:
-            log.error("drafter %r failed %d times: it is not asked again", self.drafter.name, FAILURES)
+            log.error(
+                "drafter %r failed %d times: it is not asked again", self.drafter.name, FAILURES
+            )
 
     # --- in the step -----------------------------------------------------------------------------
 
@@ -240,12 +261,20 @@ class Speculator:
         kept = torch.cat([accepted[:, None], last[:, None], drafts.proposal.tokens], dim=1).tolist()
         for length, (count, *_) in zip(lengths, kept, strict=True):
             self.counts.note(width, length, count)
+        if self.schedule is not None and width:
+            self.schedule.note(drafts.seats, upload(lengths, logits.device), accepted)
         return Verdict(
             tuple(count for count, *_ in kept),
             tuple((*proposed[:count], token) for count, token, *proposed in kept),
         )
 
     # --- behind the step -------------------------------------------------------------------------
+
+    def timed(self, drafts: Drafts, rows: int, seconds: float) -> None:
+        """A step with these drafts has taken so long, drafting not counted."""
+        self.counts.verify_seconds += seconds
+        if self.schedule is not None and drafts.proposal.width:
+            self.schedule.timed(len(drafts.requests), rows, drafts.seconds, seconds)
 
     def keep(
         self,

@@ -67,7 +67,9 @@ class DraftRings:
         is -1 and zero. The first column is always empty.
         """
         columns = positions[:, None] + self._back
-        valid = (columns > (positions - self.window)[:, None]) & (columns >= self.first[seats][:, None])
+        valid = (columns > (positions - self.window)[:, None]) & (
+            columns >= self.first[seats][:, None]
+        )
         owners = seats.clamp_min(0)[:, None].expand_as(columns)
         where = self._locate(owners, columns.clamp_min(0))
         found = gather(self._view, where).flatten(-2)[..., : self.layout.shape.width]

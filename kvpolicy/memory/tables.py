@@ -173,4 +173,6 @@ def make_tables(layout: Layout, arena: Arena, reserve: Reserve, ops: MemoryOps) 
     )
     requests = torch.zeros(seats + 1, dtype=torch.int64, device=arena.device)
     rings = DraftRings(arena, layout.ring, seats, ops) if layout.ring else None
-    return SharedTables(staging, tuple(flying[:count]), tuple(flying[count:]), stores, requests, rings)
+    return SharedTables(
+        staging, tuple(flying[:count]), tuple(flying[count:]), stores, requests, rings
+    )

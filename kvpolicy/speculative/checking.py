@@ -46,7 +46,9 @@ def _expect(
         want in (None, have) for want, have in zip(shape, value.shape, strict=True)
     )
     if not fits or value.dtype not in dtypes:
-        raise BadProposal(f"{name} is {value.dtype} {list(value.shape)}, not {dtypes[0]} {list(shape)}")
+        raise BadProposal(
+            f"{name} is {value.dtype} {list(value.shape)}, not {dtypes[0]} {list(shape)}"
+        )
 
 
 def usable(proposal: Proposal, vocab: int) -> Tensor:
@@ -75,6 +77,7 @@ def _is_law(drawn: Tensor) -> Tensor:
 
 def made_safe(proposal: Proposal, good: Tensor) -> Proposal:
     """The proposal with harmless numbers where it is of no use (its length must then be 0)."""
+
     def cleaned(values: Tensor, instead: float) -> Tensor:
         return torch.where(good.view(-1, *[1] * (values.dim() - 1)), values, instead)
 
