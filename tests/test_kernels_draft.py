@@ -38,7 +38,9 @@ def case(
     return [query, context[..., width:], key, value, seen]
 
 
-def formula(query: Tensor, context: Tensor, key: Tensor, value: Tensor, visible: Tensor, causal: bool) -> Tensor:
+def formula(
+    query: Tensor, context: Tensor, key: Tensor, value: Tensor, visible: Tensor, causal: bool
+) -> Tensor:
     """One row and one head at a time, in float64."""
     r, block, heads, dim = query.shape
     groups, out = key.shape[2], torch.empty(query.shape, dtype=torch.float64)

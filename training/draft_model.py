@@ -228,7 +228,11 @@ def hidden_states(
     x = torch.cat([first[:, None], rest], 1).flatten(0, 1)
     for number in range(cfg.layers):
         w = {n.removeprefix(f"layers.{number}."): p for n, p in params.items()}
-        kv = w["self_attn.k_proj.weight"], w["self_attn.v_proj.weight"], w["self_attn.k_norm.weight"]
+        kv = (
+            w["self_attn.k_proj.weight"],
+            w["self_attn.v_proj.weight"],
+            w["self_attn.k_norm.weight"],
+        )
         past = tuple(windows(t, grid, batch) for t in keys_values(fused, *kv, *there))
 
         def attention(z: Tensor, w: Params = w, kv: tuple = kv, past: tuple = past) -> Tensor:

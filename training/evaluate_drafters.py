@@ -106,7 +106,9 @@ def look(drafter: Blockwise, hidden: Tensor, logits: Tensor, text: Tensor, law: 
             theirs = law[:, k].gather(1, ids[:, k])
             overlap.append(torch.minimum(softmax(scores), theirs).sum(-1))
         recall = (ids == text[:, 1:, None]).any(-1).float().mean(0)
-        return Drafted(torch.stack(drafted[1:], 1), body, torch.stack(overlap, 1), None, None, recall)
+        return Drafted(
+            torch.stack(drafted[1:], 1), body, torch.stack(overlap, 1), None, None, recall
+        )
     if isinstance(drafter, DSpark):
         for k in range(drafter.tokens):
             for which, previous in enumerate((drafted[-1], true[:, k])):
