@@ -97,7 +97,7 @@ def prepare(x: Tensor, gain: Tensor, like: Tensor) -> Tensor:
 
 def kernels_of(z: Tensor, base: Tensor, projection: Tensor) -> Tensor:
     """Convolution kernels [N, 2, taps, groups, d/groups] of rows [N, d]."""
-    sides, taps, hidden = base.shape
+    sides, taps, _ = base.shape
     delta = F.linear(z, projection).view(z.shape[0], sides, taps, -1, 1)
     return base.view(sides, taps, delta.shape[3], -1) + delta
 
