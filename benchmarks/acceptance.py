@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 
 from kvpolicy import Engine, EngineConfig, SamplingParams
@@ -55,9 +56,7 @@ def measure(drafter: str, args: argparse.Namespace) -> dict[str, object]:
         "cycles": found["cycles"],
         "accepted_length": round(found["committed_tokens"] / found["cycles"], 3),
         "survival": [round(a, 3) for a in accepted[1:]],
-        "conditional": [
-            round(b / a, 3) if a else 0.0 for a, b in zip(accepted, accepted[1:], strict=False)
-        ],
+        "conditional": [round(b / a, 3) if a else 0.0 for a, b in pairwise(accepted)],
         "failures": found["drafter_failures"],
     }
 
