@@ -46,15 +46,15 @@ def test_it_is_small_frozen_and_documented(method: str) -> None:
         assert found["match"] > found["match_without_head"]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["dflash2", "dspark"])
 def test_it_guesses_held_out_python(model: DecodeModel, method: str) -> None:
-    """400 bytes behind a prompt of 1,500; the long form takes whole files."""
-    text = python_pieces()[3][1][:1900]
+    """200 bytes behind a prompt of 650; the long form takes whole files."""
+    text = python_pieces()[3][1][:850]
     drafter = for_model(method, model)
-    _, found = decode_text(model, text, 1500, "resident", drafter=drafter)
+    _, found = decode_text(model, text, 650, "resident", drafter=drafter)
     report = found["speculation"]
     assert isinstance(report, dict) and report["drafter_failures"] == 0
-    assert found["accepted_length"] >= 2.0
+    assert found["accepted_length"] >= 2.4, found["accepted_length"]
 
 
 @pytest.mark.full
@@ -76,7 +76,7 @@ def test_accepted_length_on_held_out_python(
     keep("tiny-drafters", {"first": 4096, "last": 8191}, {"mean": means, "files": table})
     for method, mean in means.items():
         assert mean >= LEAST[method]
-    assert means["dflash2"] > means["dflash"] and means["dspark"] > 1.0
+    assert means["dflash2"] > means["dflash"] and means["dspark"] > means["dflash"]
 
 
 def python_pieces() -> list[tuple[str, bytes]]:

@@ -3,10 +3,11 @@
     python training/evaluate_drafters.py --drafters kvpolicy/models \\
         --heldout training/build/heldout --out training/build/drafters.json
 
-The text is the trajectory: a drafter stands at every position of 2,048..8,191 of a file, through the code
+The text is the trajectory: a drafter stands at every position of 4,096..8,191 of a file, through the code
 that serves it (``kvpolicy.speculative.drafters``), in fp32. *match*: greedy drafts against the text, walked
 in cycles of accepted + 1. *law*: the overlap of draft and target at temperature 0.6, prefixes from the
-text. Temperatures of the confidence are fitted on positions below 4,096 and judged on the rest.
+text; *agree*: the same at temperature 0, 1 where both take the same token. Temperatures of the confidence
+are fitted on every second file and judged on the others.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from kvpolicy.speculative.drafters.dspark import DSpark
 
 TARGET = TinyConfig()
 METHODS = ("dflash", "dflash2", "dspark")
-FIRST, SPLIT, LENGTH = 2_048, 4_096, 8_192
+FIRST, LENGTH = 4_096, 8_192
 TEMPERATURE = 0.6
 BINS, GRID = 15, np.geomspace(0.25, 4.0, 97)
 
@@ -54,14 +55,14 @@ class Text:
 @dataclass
 class Found:
     """Of every anchor of a file, in order: accepted of the greedy draft with and without its head, the
-    overlaps per token at TEMPERATURE [n, K], and confidence logits on drafted and on text prefixes [n, K]."""
+    overlaps per token at TEMPERATURE and at 0, [n, K] each, and confidence logits on text prefixes [n, K]."""
 
     anchors: np.ndarray
     accepted: np.ndarray
     body: np.ndarray
     overlap: np.ndarray
-    sure_drafted: np.ndarray | None = None
-    sure_text: np.ndarray | None = None
+    agree: np.ndarray
+    sure: np.ndarray | None = None
     recall: list[float] = field(default_factory=list)
 
 
@@ -83,47 +84,48 @@ def softmax(logits: Tensor) -> Tensor:
 
 @dataclass
 class Drafted:
-    """Of a batch of anchors: greedy tokens [r, K] with and without the head, overlaps [r, K], confidences."""
+    """Of a batch of anchors: greedy tokens [r, K] with and without the head, overlaps at TEMPERATURE and at 0
+    [r, K], confidence logits [r, K], and how often the text's token is among the candidates [K]."""
 
     tokens: Tensor
     body: Tensor
     overlap: Tensor
-    sure_drafted: Tensor | None
-    sure_text: Tensor | None
-    recall: Tensor | None
+    agree: Tensor
+    sure: Tensor | None = None
+    recall: Tensor | None = None
 
 
-def look(drafter: Blockwise, hidden: Tensor, logits: Tensor, text: Tensor, law: Tensor) -> Drafted:
-    """text: int64 [r, K + 1], the anchor and what follows; law: the target's [r, K, V]."""
-    body, anchor = logits.argmax(-1), text[:, 0]
-    drafted, true = [anchor], text[:, :-1]
-    overlap, sure = [], ([], [])
+def look(
+    drafter: Blockwise, hidden: Tensor, logits: Tensor, text: Tensor, target: Tensor
+) -> Drafted:
+    """text: int64 [r, K + 1], the anchor and what follows; target: its logits [r, K, V]."""
+    law, best, body = softmax(target), target.argmax(-1), logits.argmax(-1)
+    if not isinstance(drafter, DFlash2 | DSpark):
+        overlap = torch.minimum(softmax(logits), law).sum(-1)
+        return Drafted(body, body, overlap, (body == best).float())
+    drafted, overlap, agree, sure = [text[:, 0]], [], [], []
+    recall = None
     if isinstance(drafter, DFlash2):
         ids, own, weighted = drafter.candidates(hidden, logits)
-        for k in range(drafter.tokens):
-            scores = drafter.path_scores(own[:, k], weighted[:, k], drafted[-1])
-            drafted.append(ids[:, k].gather(1, first_of_highest(scores)[:, None])[:, 0])
-            scores = drafter.path_scores(own[:, k], weighted[:, k], true[:, k])
-            theirs = law[:, k].gather(1, ids[:, k])
-            overlap.append(torch.minimum(softmax(scores), theirs).sum(-1))
         recall = (ids == text[:, 1:, None]).any(-1).float().mean(0)
-        return Drafted(
-            torch.stack(drafted[1:], 1), body, torch.stack(overlap, 1), None, None, recall
-        )
-    if isinstance(drafter, DSpark):
-        for k in range(drafter.tokens):
-            for which, previous in enumerate((drafted[-1], true[:, k])):
+    for k in range(drafter.tokens):
+        for previous in (drafted[-1], text[:, k]):
+            if isinstance(drafter, DFlash2):
+                scores = drafter.path_scores(own[:, k], weighted[:, k], previous)
+                token = ids[:, k].gather(1, first_of_highest(scores)[:, None])[:, 0]
+                theirs, certainty = law[:, k].gather(1, ids[:, k]), None
+            else:
                 scores, certainty = drafter.step(hidden[:, k], logits[:, k], previous)
-                sure[which].append(certainty)
-                if which == 0:
-                    token = first_of_highest(scores)
-                else:
-                    overlap.append(torch.minimum(softmax(scores), law[:, k]).sum(-1))
-            drafted.append(token)
-        made = (torch.stack(parts, 1) for parts in sure)
-        return Drafted(torch.stack(drafted[1:], 1), body, torch.stack(overlap, 1), *made, None)
-    overlaps = torch.minimum(softmax(logits), law).sum(-1)
-    return Drafted(body, body, overlaps, None, None, None)
+                token, theirs = first_of_highest(scores), law[:, k]
+            if previous is drafted[-1]:
+                following = token
+        drafted.append(following)
+        overlap.append(torch.minimum(softmax(scores), theirs).sum(-1))
+        agree.append((token == best[:, k]).float())
+        sure += [] if certainty is None else [certainty]
+    both = (torch.stack(parts, 1) for parts in (overlap, agree))
+    certain = torch.stack(sure, 1) if sure else None
+    return Drafted(torch.stack(drafted[1:], 1), body, *both, certain, recall)
 
 
 @torch.no_grad()
@@ -139,8 +141,8 @@ def measure(drafter: Blockwise, text: Text, anchors: Tensor, batch: int) -> Foun
         context, where = kept[at.clamp(min=0)], torch.where(at >= 0, at, -1)
         tokens = text.ids[own[:, None] + ahead]
         hidden = drafter.body.block(tokens[:, 0], own, context, where)
-        law = softmax(text.logits[own[:, None] + ahead[:-1]])
-        found = look(drafter, hidden, drafter.body.logits(hidden), tokens, law)
+        target = text.logits[own[:, None] + ahead[:-1]]
+        found = look(drafter, hidden, drafter.body.logits(hidden), tokens, target)
         for name, drafts in (("tokens", found.tokens), ("body", found.body)):
             right = (drafts == tokens[:, 1:]).long().cumprod(1).sum(1)
             accepted[name].append(right.cpu())
@@ -151,18 +153,18 @@ def measure(drafter: Blockwise, text: Text, anchors: Tensor, batch: int) -> Foun
         return None if values[0] is None else torch.cat(values).double().cpu().numpy()
 
     recall = [p.recall for p in parts if p.recall is not None]
-    overlap = joined("overlap")
-    assert overlap is not None
+    overlap, agree = joined("overlap"), joined("agree")
+    assert overlap is not None and agree is not None
     return Found(
         anchors.cpu().numpy(), torch.cat(accepted["tokens"]).numpy(),
-        torch.cat(accepted["body"]).numpy(), overlap, joined("sure_drafted"), joined("sure_text"),
+        torch.cat(accepted["body"]).numpy(), overlap, agree, joined("sure"),
         torch.stack(recall).mean(0).tolist() if recall else [],
     )  # fmt: skip
 
 
-def walk(found: Found, accepted: np.ndarray, first: int) -> tuple[float, np.ndarray]:
+def walk(found: Found, accepted: np.ndarray) -> tuple[float, np.ndarray]:
     """(tokens a cycle with the bonus, accepted of each cycle) along a file; anchors are consecutive."""
-    step, lengths = int(first - found.anchors[0]), []
+    step, lengths = 0, []
     while step < len(accepted):
         lengths.append(int(accepted[step]))
         step += lengths[-1] + 1
@@ -206,19 +208,15 @@ def fit_temperatures(logit: np.ndarray, observed: np.ndarray) -> list[float]:
 
 
 def calibrate(found: list[Found], tokens: int) -> dict[str, object]:
-    """Fit and judge both kinds of request."""
-    k = np.arange(1, tokens + 1)
+    """Fit on every second file, judge on the others: greedy and sampled requests."""
     result: dict[str, object] = {}
     for name in ("greedy", "sampled"):
         logit, observed, test = [], [], []
-        for one in found:
-            greedy = name == "greedy"
-            sure = one.sure_drafted if greedy else one.sure_text
-            assert sure is not None
-            logit.append(sure)
-            lives = (one.accepted[:, None] >= k) if greedy else np.cumprod(one.overlap, axis=1)
-            observed.append(lives.astype(float))
-            test.append(one.anchors >= SPLIT)
+        for number, one in enumerate(found):
+            assert one.sure is not None
+            logit.append(one.sure)
+            observed.append(np.cumprod(one.agree if name == "greedy" else one.overlap, axis=1))
+            test.append(np.full(len(one.anchors), number % 2 == 1))
         x, y, late = (np.concatenate(parts) for parts in (logit, observed, test))
         temperatures = fit_temperatures(x[~late], y[~late])
         ones = [1.0] * tokens
@@ -233,30 +231,38 @@ def calibrate(found: list[Found], tokens: int) -> dict[str, object]:
 
 
 def summary(found: list[Found], texts: list[Text], tokens: int, python: bool) -> dict[str, object]:
-    """Tables over some files, positions from SPLIT on."""
+    """Tables over some files. Walks need every anchor; without them those rows are left out."""
     pairs = [
         (f, t) for f, t in zip(found, texts, strict=True) if (t.kind in ("lib", "test")) == python
     ]
     if not pairs:
         return {}
-    heads = [walk(f, f.accepted, SPLIT) for f, _ in pairs]
-    bodies = [walk(f, f.body, SPLIT)[0] for f, _ in pairs]
-    lengths = np.concatenate([lengths for _, lengths in heads])
-    late = np.concatenate([f.overlap[f.anchors >= SPLIT] for f, _ in pairs])
-    rates = [rate for rate, _ in heads]
-    return {
+    overlap, agree = (
+        np.concatenate([getattr(f, n) for f, _ in pairs]) for n in ("overlap", "agree")
+    )
+    recall = [f.recall for f, _ in pairs if f.recall]
+    table: dict[str, object] = {
         "files": len(pairs),
+        "law_overlap": overlap.mean(0).round(3).tolist(),
+        "law_tokens": round(float(1.0 + np.cumprod(overlap, 1).sum(1).mean()), 3),
+        "agree": agree.mean(0).round(3).tolist(),
+        "agree_tokens": round(float(1.0 + np.cumprod(agree, 1).sum(1).mean()), 3),
+        "recall": np.mean(recall, 0).round(4).tolist() if recall else [],
+    }
+    if (np.diff(pairs[0][0].anchors) > 1).any():
+        return table
+    heads = [walk(f, f.accepted) for f, _ in pairs]
+    bodies = [walk(f, f.body)[0] for f, _ in pairs]
+    lengths = np.concatenate([lengths for _, lengths in heads])
+    rates = [rate for rate, _ in heads]
+    return table | {
         "match": round(float(np.mean(rates)), 3),
         "match_harmonic": round(len(rates) / sum(1 / r for r in rates), 3),
         "match_range": [round(min(rates), 2), round(max(rates), 2)],
         "match_without_head": round(float(np.mean(bodies)), 3),
         "match_conditional": conditional(lengths, tokens),
         "match_survival": [round(float((lengths >= k).mean()), 3) for k in range(1, tokens + 1)],
-        "law_overlap": late.mean(0).round(3).tolist(),
-        "law_tokens": round(float(1.0 + np.cumprod(late, 1).sum(1).mean()), 3),
-        "recall": [round(v, 4) for v in np.mean([f.recall for f, _ in pairs], 0).tolist()]
-        if pairs[0][0].recall else [],
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -271,12 +277,13 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=1000, help="at most so many of a kind")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int, default=512)
-    parser.add_argument("--stride", type=int, default=1, help="of anchors; more than 1: no walks")
+    parser.add_argument("--stride", type=int, default=1, help="of anchors; more than 1: no match")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     args = parser.parse_args()
     device = torch.device(args.device)
     model = load_model(str(args.target), device)
     assert isinstance(model, GlmDsa)
-    folders = [args.drafters / f"tiny_dsa_{m}" for m in METHODS]
+    folders = [args.drafters / f"tiny_dsa_{m}" for m in args.methods]
     drafters = [load(f, model) for f in folders if (f / "model.safetensors").is_file()]
     params = {n: p.to(device) for n, p in from_checkpoint(args.target, TARGET).items()}
     paths = [p for k in args.kinds for p in sorted(args.heldout.glob(f"{k}-*"))[: args.files]]
