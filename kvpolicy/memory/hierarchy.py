@@ -62,6 +62,10 @@ class Hierarchy:
         self.link = calibrate(self.host.words, self.ops, device)
         self.requests: dict[int, RequestMemory] = {}
         self.suspended: dict[int, RequestMemory] = {}
+        # Per store tokens of an entry, and bytes that the host gets of one.
+        self._entry_bytes = [
+            (s.store.tokens_per_entry, s.record.bytes + s.key.bytes) for s in layout.stores
+        ]
         self._seats = list(range(reserve.seats))  # a heap: the lowest free seat first
         self._tables = make_tables(layout, self.arena, reserve, self.ops)
         counts = self.counters.retrieval.by_seat
@@ -295,11 +299,12 @@ class Hierarchy:
 
     def advance(self, requests: Sequence[RequestMemory], step: int) -> None:
         """Each of these requests has committed one row in a decode step."""
+        for per, size in self._entry_bytes:
+            done = len(requests)
+            if per > 1:
+                done = sum((request.committed + 1) % per == 0 for request in requests)
+            self.counters.device_to_host_bytes += done * size
         for request in requests:
-            for store in self.layout.stores:
-                done = (request.committed + 1) % store.store.tokens_per_entry == 0
-                if done:
-                    self.counters.device_to_host_bytes += store.record.bytes + store.key.bytes
             request.advance(1, step, decode=True)
 
     # --- budgets ---------------------------------------------------------------------------------
@@ -318,7 +323,10 @@ class Hierarchy:
             if number not in self.requests:
                 continue
             request = self.requests[number]
-            for store, rows in zip(self.layout.stores, self.clamp(budget), strict=True):
+            budget = self.clamp(budget)
+            if budget == tuple(hot.capacity for hot in request.hot):
+                continue
+            for store, rows in zip(self.layout.stores, budget, strict=True):
                 hot = request.hot[store.index]
                 change = hot.frames_for(rows) - hot.num_frames
                 changes.append((change, request, store, rows))
