@@ -32,6 +32,7 @@ RANK = {
     "controllers": 5,
     "config": 6,
     "sampling": 6,
+    "speculative": 6,
     "engine": 7,
     "recording.recorder": 7,
     "workloads": 7,

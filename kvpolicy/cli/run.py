@@ -142,6 +142,8 @@ def run_command(options: Options) -> None:
     settings = resolve(options)
     if len(settings.controllers) > 1:
         raise UserError("run takes one --controller; to run several, use 'kvpolicy compare'")
+    if len(settings.drafters) > 1:
+        raise UserError("run takes one --drafter; to run several, use 'kvpolicy compare'")
     if settings.tpot_bound is not None:
         raise UserError("--tpot-bound-ms goes with 'kvpolicy compare'")
     task = task_of(options, settings)

@@ -31,13 +31,10 @@ LATER_VALUES: Mapping[str, tuple[str, ...]] = {
 }
 """Values of settings that are kept for a later version."""
 
-_DRAFTERS = ("none", "dspark", "dflash2", "dflash")
-_VERIFICATIONS = ("standard", "block", "coupled")
-
 
 @dataclass(frozen=True)
 class Resolved:
-    """The settings of a command. controllers: what was named, in order, perhaps nothing.
+    """The settings of a command. controllers, drafters: what was named, in order, perhaps nothing.
 
     workload: what was named, None for prompts. tpot_bound: seconds.
     """
@@ -45,6 +42,7 @@ class Resolved:
     engine: EngineConfig
     sampling: SamplingParams
     controllers: tuple[str, ...]
+    drafters: tuple[str, ...]
     workload: Workload | None = None
     slo: Slo | None = None
     tpot_bound: float | None = None
@@ -60,16 +58,14 @@ def resolve(options: Options) -> Resolved:
         key, value = parse_override(text)
         _check_key(key, f"--set {text!r}")
         values[key] = value
-    controllers = tuple(options.controller or ())
     values |= {
         key: given
         for key in SETTINGS
-        if (given := getattr(options, key, None)) not in (None, []) and key != "controller"
+        if (given := getattr(options, key, None)) not in (None, []) and key not in _REPEATED
     }
-    if not controllers and "controller" in values:
-        controllers = (values["controller"],)
-    elif controllers:
-        values["controller"] = controllers[0]
+    controllers = _named("controller", options.controller, values)
+    drafters = _named("drafter", options.drafter, values)
+    _check_drafters(drafters, values)
     _refuse_later_values(values)
     if isinstance(values.get("stop"), str | bytes):
         values["stop"] = (values["stop"],)
@@ -85,10 +81,30 @@ def resolve(options: Options) -> Resolved:
         engine,
         sampling,
         controllers,
+        drafters,
         workload=workload,
         slo=None if options.slo is None else parse_slo(options.slo),
         tpot_bound=_tpot_bound(options.tpot_bound_ms),
     )
+
+
+_REPEATED = ("controller", "drafter")
+
+
+def _named(key: str, given: list[str] | None, values: dict[str, Any]) -> tuple[str, ...]:
+    """What an option names that may be repeated; the first becomes the setting."""
+    if given:
+        values[key] = given[0]
+    return tuple(given or ([values[key]] if key in values else []))
+
+
+def _check_drafters(drafters: tuple[str, ...], values: Mapping[str, Any]) -> None:
+    from kvpolicy.speculative import registry
+
+    for name in drafters:
+        registry.check(name)
+    if all(name == registry.NONE for name in drafters) and values.get("num_draft_tokens"):
+        raise UserError("--num-draft-tokens goes with a --drafter")
 
 
 def _workload(uri: str | None, values: Mapping[str, Any]) -> Workload | None:
@@ -155,19 +171,8 @@ def _not_yet(what: str) -> UserError:
 
 def _refuse_later_options(options: Options) -> None:
     """Options that are named already accept their default; the rest comes later."""
-    choices = (
-        ("--drafter", options.drafter or [], _DRAFTERS),
-        ("--verification", [options.verification], _VERIFICATIONS),
-    )
-    for flag, given, allowed in choices:
-        for value in given:
-            if value is not None and value not in allowed:
-                raise UserError(f"{flag}: {unknown_name('value', value, allowed)}")
-            if value not in (None, allowed[0]):
-                raise _not_yet(f"'{flag} {value}'")
-    for name in ("num_draft_tokens", "shadow"):
-        if getattr(options, name) not in (None, []):
-            raise _not_yet(f"'--{name.replace('_', '-')}'")
+    if options.shadow:
+        raise _not_yet("'--shadow'")
 
 
 def _refuse_later_values(values: Mapping[str, Any]) -> None:

@@ -16,12 +16,20 @@ from kvpolicy.engine.handle import RequestHandle, TokenStream
 from kvpolicy.engine.loop import LoadView
 from kvpolicy.engine.metrics import Metrics, Progress, Sample
 from kvpolicy.engine.observer import StepObserver
-from kvpolicy.engine.parts import finish, load, make_control, make_memory, pick_device
+from kvpolicy.engine.parts import (
+    finish,
+    load,
+    make_control,
+    make_memory,
+    make_speculator,
+    pick_device,
+)
 from kvpolicy.engine.prompt import Prompt, token_ids
 from kvpolicy.engine.reload import RunTimeChanges, changes, read
 from kvpolicy.engine.request import Request, RequestOutput
 from kvpolicy.engine.residents import Residents
 from kvpolicy.engine.scheduler import Scheduler
+from kvpolicy.engine.verify_schedule import VerifySchedule
 from kvpolicy.errors import UserError, reason
 from kvpolicy.memory.layout import Layout
 from kvpolicy.models.loader import DecodeModel
@@ -44,16 +52,30 @@ class Engine:
             raise UserError(f"config = {config!r}: must be an EngineConfig")
         self.device = pick_device(self.config.device)
         self.model = model or load(self.config, self.device)
-        self._layout = Layout(self.model.geometry, self.config.kv_dtype)
+        self.speculator = make_speculator(self.config, self.model, self.device)
+        ring = self.speculator.ring if self.speculator else None
+        self._layout = Layout(self.model.geometry, self.config.kv_dtype, ring)
         self.control = make_control(self.config, self._layout)
         self.memory = make_memory(
-            self.config, self._layout, self.control.rule, self.model.backend, self.device
+            self.config,
+            self._layout,
+            self.control.rule,
+            self.model.backend,
+            self.device,
+            self.speculator.width if self.speculator else 0,
         )
+        if self.speculator is not None and self.config.verify_length == "scheduled":
+            wall = self.config.clock == "wall"
+            self.speculator.schedule = VerifySchedule(self.memory, self.speculator.width, wall)
         self.scheduler = Scheduler(self.config.max_concurrency, self.config.prefill_chunk)
         self.requests: dict[int, Request] = {}
         self.totals = Metrics()
         self.executor = Executor(
-            self.model, self.memory, self.config.max_concurrency, self.config.cuda_graphs
+            self.model,
+            self.memory,
+            self.config.max_concurrency,
+            self.config.cuda_graphs,
+            self.speculator,
         )
         # Where steps are the clock a request ends at the step that decides its last token.
         self._runs_ahead = self.executor.runs_ahead and self.config.clock == "wall"
@@ -193,6 +215,8 @@ class Engine:
             self.control.step(self.memory, self._load())
         self.residents.admit(self.steps)
         self.residents.grow(self.steps)
+        if self.speculator is not None:
+            self.residents.grow_for_drafts(self.speculator.cap)
         batch = self.scheduler.batch()
         if not batch and self._launched is None:
             return False
@@ -344,7 +368,10 @@ class Engine:
 
     def metrics(self) -> dict[str, Any]:
         """Everything measured so far, by its documented name."""
-        return self.totals.report(self.steps, self.memory, self.control, self.model.weight_bytes)
+        counts = self.speculator.counts if self.speculator else None
+        return self.totals.report(
+            self.steps, self.memory, self.control, self.model.weight_bytes, counts
+        )
 
     def record(self) -> dict[str, Any]:
         """The run record: config, backend, versions, commit, machine, command, and the rates of the link to

@@ -167,6 +167,11 @@ class Request:
         return self.tokens[past] if past < len(self.tokens) else UNKNOWN
 
     @property
+    def tokens_left(self) -> int:
+        """Tokens that may still be decided."""
+        return self.params.max_new_tokens - self.issued
+
+    @property
     def next_position(self) -> int:
         """Where the token goes that is decided next."""
         return self.prompt_end + self.issued
@@ -174,9 +179,10 @@ class Request:
     def advance(self, rows: int) -> None:
         """``rows`` more rows are committed; the last of a prompt, and each later one, decides a token."""
         self.computed += rows
-        if self.state is State.PREFILL and self.computed == self.prompt_end:
-            self.move(State.DECODE)
         if self.state is State.DECODE:
+            self.issued += rows
+        elif self.state is State.PREFILL and self.computed == self.prompt_end:
+            self.move(State.DECODE)
             self.issued += 1
 
     def take(self, token: int | None, row: NDArray[np.float32]) -> None:

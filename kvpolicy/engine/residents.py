@@ -100,6 +100,14 @@ class Residents:
                 elif not (self.memory.take_back(missing, nothing) or self.memory.leave_full()):
                     raise IntegrityError(f"request {request.id} lacks {missing} frames, alone")
 
+    def grow_for_drafts(self, width: int) -> None:
+        """Room for proposed tokens too, where it is free: nobody gives way for it, and who has none
+        verifies fewer."""
+        for request in self.scheduler.running:
+            if request.state is State.DECODE:
+                most = max(0, min(width, request.tokens_left - 1))
+                self.memory.grow(request.id, request.computed + 1 + most)
+
     def preempt(self, request: Request, step: int) -> None:
         """Put a request back to the host; it resumes exactly, before all that wait."""
         log.info("request %d is preempted at step %d", request.id, step)

@@ -260,6 +260,7 @@ class Hierarchy:
             kept.append(Accepted(request, segment, count))
         rule = RULES[self.rule.eviction]
         self._committer.commit(step, kept, rule, self.rule.admit_newest)
+        step.note_accepted(accepted)
         for one in kept:
             one.request.advance(one.count, step.step, one.segment.decode)
             if one.segment.last_prompt_row:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvpolicy.geometry.geometry import Selector
 from kvpolicy.kernels.eviction import EvictionRule
 from kvpolicy.kernels.memory_ops import MemoryOps
-from kvpolicy.kernels.paging import scatter
+from kvpolicy.kernels.paging import scatter, upload
 from kvpolicy.memory.access import StepAccess
 from kvpolicy.memory.counters import MemoryCounters
 from kvpolicy.memory.host_pool import HostPool
@@ -129,6 +129,21 @@ class StepMemory(StepAccess):
     def _last_rows(self, selection: Tensor) -> tuple[Tensor, Tensor]:
         last = self.numbers.last
         return self.numbers.seat[last], selection[last]
+
+    def note_accepted(self, accepted: Sequence[int]) -> None:
+        """What a request's last row chose is what its last accepted one did."""
+        cut = [
+            (request.seat, segment.start + count - 1)
+            for request, segment, count in zip(self.requests, self.segments, accepted, strict=True)
+            if 0 < count < segment.count
+        ]
+        if not cut:
+            return
+        seats, rows = upload(list(zip(*cut, strict=True)), self.device)
+        for selector in self.layout.geometry.selectors:
+            if selector.name in self._selection:
+                chosen = self._selection[selector.name][rows]
+                self._tables_of(self.layout.of(selector)).note_selected(selector, seats, chosen)
 
     # --- retrieval -------------------------------------------------------------------------------
 

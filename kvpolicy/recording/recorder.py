@@ -15,6 +15,7 @@ from torch import Tensor
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.request import RequestOutput
 from kvpolicy.engine.scheduler import Batch
+from kvpolicy.errors import UserError
 from kvpolicy.kernels.paging import upload
 from kvpolicy.memory.layout import Layout
 from kvpolicy.memory.tables import SharedTables, StoreTables
@@ -68,10 +69,17 @@ class Recorder:
 
     Per step it keeps a copy of what each selector chose for rows that extend a generation, and for the
     last row of a prompt, on the device; per chunk these go to the host. As a context manager it leaves
-    the engine, and drops the file unless it was finished. chunk: entries kept at a time.
+    the engine, and drops the file unless it was finished. chunk: entries kept at a time. UserError for
+    an engine with a drafter: a recording has one row per request and step, and what a position selects
+    does not depend on who drafted it.
     """
 
     def __init__(self, engine: Engine, path: Path, chunk: int = CHUNK_ENTRIES) -> None:
+        if engine.speculator is not None:
+            raise UserError(
+                f"drafter = {engine.speculator.drafter.name!r}: a recording has one row per request and "
+                "step, so it is made without a drafter (selections are the same with and without)"
+            )
         layout = engine.memory.layout
         self.engine = engine
         self.writer = RecordingWriter(path, header_of(layout))

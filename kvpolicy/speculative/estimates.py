@@ -1,0 +1,74 @@
+"""What older steps say about the next one, per seat: survivals, acceptance by position, misses per row.
+
+Everything here is known before a step drafts, so a schedule may use all of it. A seat that another
+request takes over starts anew: every row carries the generation of the request that wrote it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpolicy.speculative.schedule import UNIT
+
+# Weights of one step in the running means: of a seat, of all seats together, and of the way back of a
+# number that was not observed, without which a position once given up would never be tried again.
+SEAT, ALL, FORGET = 0.1, 0.05, 0.02
+
+
+class Estimates:
+    """Device tensors of ``seats`` rows and one that is nobody's (index -1). K = ``width``.
+
+    survival: int64 [seats + 1, K], of the seat's last step, in units of 2^-20. acceptance: float64, the
+    chance that token k is kept if it is verified and those before it were kept. misses: float64 [seats
+    + 1], records fetched per verify row. ``mean_acceptance`` [K] and ``mean_misses`` [] are over
+    all seats: what a new request begins with.
+    """
+
+    def __init__(self, seats: int, width: int, device: torch.device) -> None:
+        shape = (seats + 1, width)
+        self.survival = torch.full(shape, UNIT, dtype=torch.int64, device=device)
+        self.acceptance = torch.ones(shape, dtype=torch.float64, device=device)
+        self.misses = torch.zeros(seats + 1, dtype=torch.float64, device=device)
+        self.generation = torch.full((seats + 1,), -1, dtype=torch.int64, device=device)
+        self.mean_acceptance = torch.ones(width, dtype=torch.float64, device=device)
+        self.mean_misses = torch.zeros((), dtype=torch.float64, device=device)
+
+    def begin(self, seats: Tensor, generations: Tensor) -> None:
+        """Forget what other requests left on these seats. seats: int64 [r], -1 for nobody.
+        generations: int64 [r], from 0, another number for every request that takes a seat."""
+        same = self.generation[seats] == generations
+        kept = same[:, None]
+        self.survival[seats] = torch.where(kept, self.survival[seats], UNIT)
+        self.acceptance[seats] = torch.where(kept, self.acceptance[seats], self.mean_acceptance)
+        self.misses[seats] = torch.where(same, self.misses[seats], self.mean_misses)
+        self.generation[seats] = generations
+
+    def note(self, seats: Tensor, lengths: Tensor, accepted: Tensor, misses: Tensor) -> None:
+        """What a step brought. lengths, accepted: int64 [r], verified and kept tokens. misses: int64 [r],
+        records that the request fetched in it, for 1 + length rows."""
+        live = seats >= 0
+        index = torch.arange(self.survival.shape[1], device=seats.device)
+        kept = index < accepted[:, None]
+        # A token tells something if it was verified and all before it were kept.
+        seen = (index <= accepted[:, None]) & (index < lengths[:, None]) & live[:, None]
+        old = self.acceptance[seats]
+        told = old + SEAT * (kept.double() - old)
+        back = old + FORGET * (self.mean_acceptance - old)
+        self.acceptance[seats] = torch.where(seen, told, back)
+        self._note_all(seen, kept, live, lengths, misses)
+        own = misses.double() / (lengths + 1).double()
+        self.misses[seats] = self.misses[seats] + SEAT * (own - self.misses[seats])
+
+    def _note_all(
+        self, seen: Tensor, kept: Tensor, live: Tensor, lengths: Tensor, misses: Tensor
+    ) -> None:
+        """The means over all seats: ratios of whole sums."""
+        tries, hits = seen.long().sum(0), (seen & kept).long().sum(0)
+        mean = self.mean_acceptance
+        told = mean + ALL * (hits.double() / tries.clamp_min(1).double() - mean)
+        self.mean_acceptance.copy_(torch.where(tries > 0, told, mean + FORGET * (1.0 - mean)))
+        rows = torch.where(live, lengths + 1, 0).sum()
+        each = torch.where(live, misses, 0).sum().double() / rows.clamp_min(1).double()
+        told = self.mean_misses + ALL * (each - self.mean_misses)
+        self.mean_misses.copy_(torch.where(rows > 0, told, self.mean_misses))
