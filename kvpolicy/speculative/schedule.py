@@ -73,6 +73,12 @@ def _order(value: Tensor, eligible: Tensor) -> Tensor:
     return torch.sort(value.t().reshape(-1), descending=True, stable=True).indices
 
 
+def _entries(table: Tensor, at: Tensor) -> Tensor:
+    """Entries of a table, the last one beyond its end. at: int64 [n]; a number as an index would be
+    read by the host."""
+    return table.gather(0, at.clamp_max(table.numel() - 1))
+
+
 def best_budget(
     survival: Tensor, bounds: Bounds, costs: StepCosts, rate: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -92,14 +98,14 @@ def best_budget(
     said = requests * UNIT + torch.cat([zero, gain.cumsum(0)])
     rows = requests + torch.cat([zero, eligible.long().cumsum(0)])
     spent = (
-        costs.draft[requests.clamp_max(costs.draft.numel() - 1)]
-        + costs.verify[rows.clamp_max(costs.verify.numel() - 1)]
+        _entries(costs.draft, requests[None])
+        + _entries(costs.verify, rows)
         + each.sum()
         + torch.cat([zero, fetch.cumsum(0)])
     )
     rates = said.double() / UNIT / spent.clamp_min(1).double()
-    best = first_of_highest(rates[None])[0]
-    return best, rates[best]
+    best = first_of_highest(rates[None])
+    return best[0], rates.gather(0, best)[0]
 
 
 def verify_lengths(survival: Tensor, budget: Tensor, bounds: Bounds, rate: Tensor) -> Tensor:
