@@ -49,9 +49,8 @@ def scheduled(confidence: Tensor, own: bool) -> Tensor:
     costs = StepCosts(
         torch.zeros(3, dtype=torch.int64), stairs, torch.zeros((), dtype=torch.float64)
     )
-    bounds = Bounds(
-        torch.tensor([True, True]), torch.tensor([K, K]), torch.zeros(2, dtype=torch.int64)
-    )
+    none = torch.zeros(2, dtype=torch.int64)
+    bounds = Bounds(torch.tensor([True, True]), torch.tensor([K, K]), none, none)
     rate, found = torch.zeros((), dtype=torch.float64), []
     for row in confidence:
         now = survivals(torch.stack([row, torch.tensor([0.3, 0.2, 0.2])]))

@@ -30,11 +30,8 @@ ROWS = st.lists(ROW, min_size=1, max_size=4)
 
 
 def bounds_of(count: int, fetch: list[int] | None = None, cap: int = K) -> Bounds:
-    return Bounds(
-        torch.ones(count, dtype=torch.bool),
-        torch.full((count,), cap),
-        torch.tensor(fetch or [0] * count),
-    )
+    each = torch.tensor(fetch or [0] * count)
+    return Bounds(torch.ones(count, dtype=torch.bool), torch.full((count,), cap), 2 * each, each)
 
 
 def costs_of(table: list[int], draft: int = 0) -> StepCosts:
@@ -49,7 +46,7 @@ ZERO = torch.zeros((), dtype=torch.float64)
 def worth(lengths: tuple[int, ...], survival: Tensor, costs: StepCosts, fetch: list[int]) -> float:
     said = len(lengths) + sum(float(survival[i, :n].sum()) / UNIT for i, n in enumerate(lengths))
     rows = len(lengths) + sum(lengths)
-    fetched = sum(f * (1 + n) for f, n in zip(fetch, lengths, strict=True))
+    fetched = sum(f * (2 + n) for f, n in zip(fetch, lengths, strict=True))
     return said / float(costs.draft[len(lengths)] + costs.verify[rows] + fetched)
 
 
@@ -163,7 +160,7 @@ def step(
     stamps = torch.tensor(generations or [0] * len(rows))
     caps = torch.full((len(rows),), cap)
     lengths = own.lengths(at, stamps, caps, torch.tensor(rows))
-    own.note(at, lengths, lengths, torch.full((len(rows),), misses) * (1 + lengths))
+    own.note(at, lengths, lengths, torch.full((len(rows),), misses) * (4 + lengths) // 4)
     return lengths.tolist()
 
 
@@ -255,8 +252,23 @@ def test_the_request_that_misses_is_cut() -> None:
     )
     for _ in range(60):
         lengths = own.lengths(seats, stamps, caps, torch.full((2, K), 0.8))
-        own.note(seats, lengths, lengths, torch.tensor([0, 900]) * (1 + lengths))
+        own.note(seats, lengths, lengths, torch.tensor([0, 900]) * (4 + lengths) // 4)
     assert lengths[0] == K and lengths[1] < K
+
+
+def test_what_a_further_row_adds_is_learnt() -> None:
+    """From steps of different lengths, whatever they are; and it is not learnt where nothing is verified."""
+    for share in (0.05, 0.4, 0.9):
+        own, source = scheduler(), torch.Generator().manual_seed(1)
+        seats, first = torch.arange(4), torch.tensor([50, 200, 1000, 3000])
+        for _ in range(400):
+            lengths = torch.randint(0, K + 1, (4,), generator=source)
+            own.note(seats, lengths, lengths, (first * (1 + share * lengths)).long())
+        assert float(own.estimates.share) == pytest.approx(share, abs=0.03)
+        torch.testing.assert_close(own.estimates.misses[:4], first.double(), rtol=0.05, atol=1)
+        before = own.estimates.share.clone()
+        own.note(seats, seats * 0, seats * 0, first)
+        assert own.estimates.share == before
 
 
 # --- drafters without a confidence head ----------------------------------------------------------
