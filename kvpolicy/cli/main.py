@@ -27,6 +27,7 @@ COMMANDS = {
     "demo": "kvpolicy.cli.demo:demo_command",
     "run": "kvpolicy.cli.run:run_command",
     "compare": "kvpolicy.cli.compare:compare_command",
+    "serve": "kvpolicy.cli.serve:serve_command",
     "record": "kvpolicy.cli.record:record_command",
     "oracle": "kvpolicy.cli.oracle:oracle_command",
     "bench": "kvpolicy.cli.bench:app",
@@ -38,7 +39,7 @@ COMMANDS = {
 
 LATER = (
     *("calibrate", "twin-gap", "check", "dashboard"),
-    *("train", "evaluate", "export", "leaderboard", "serve", "load"),
+    *("train", "evaluate", "export", "leaderboard", "load"),
 )
 """Names that are kept for commands of a later version."""
 
