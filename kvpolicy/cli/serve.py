@@ -77,14 +77,14 @@ def serve_command(options: ServeOptions) -> None:
     config = read_config(options)
     check_logdir(options.logdir)
     from kvpolicy.serving.process import LOG_FORMAT
-    from kvpolicy.serving.server import serve
+    from kvpolicy.serving.server import model_name, serve
 
     logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)
     logging.getLogger("kvpolicy").setLevel(logging.INFO)
 
     def announce(host: str, port: int) -> None:
         name = f"[{host}]" if ":" in host else host
-        typer.echo(f"kvpolicy serves {config.engine.model} at http://{name}:{port}/v1")
+        typer.echo(f"kvpolicy serves {model_name(config.engine)} at http://{name}:{port}/v1")
 
     asyncio.run(serve(config, lambda: read_config(options), announce))
 

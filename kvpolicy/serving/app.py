@@ -186,6 +186,7 @@ class Server:
             **{key: sample[key] for key in ("decisions", "projections", "fallbacks")},
             "shadows": [],
             "restarts": self.link.restarts,
+            "engine_pid": self.link.pid,
             "pending": self.link.pending,
             "sample": sample,
         }

@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -102,7 +103,7 @@ async def serve(
         connections = _Connections()
         link = EngineLink(order, settings, config.engine.max_concurrency)
         link.policy = policy_of(config.engine)
-        server = Server(settings, link, config.engine.model, _defaults(config, link))
+        server = Server(settings, link, model_name(config.engine), _defaults(config, link))
         server.abort = connections.abort
         link.on_end = server.ended
         await link.start()
@@ -115,12 +116,17 @@ async def serve(
             await link.close()
 
 
+def model_name(config: EngineConfig) -> str:
+    """What the API calls the model: of a folder its own name, since paths are nobody's business."""
+    return Path(config.model).name
+
+
 def _defaults(config: ServeConfig, link: EngineLink) -> Callable[[], Defaults]:
     """What calls are checked against, once the engine has said what its model is."""
 
     def known() -> Defaults:
         return Defaults(
-            model=config.engine.model,
+            model=model_name(config.engine),
             sampling=config.sampling,
             vocab=link.about["vocab"],
             max_context=link.about["max_context"],
