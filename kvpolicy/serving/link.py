@@ -187,7 +187,7 @@ class EngineLink:
             self._process = None
             self.why_down = "the engine ended and is started again"
             self._fail_all(unavailable(self.why_down, "engine_restarting"))
-            code = await process.end(kill=True)
+            code = await process.end(1.0)
             log.error("the engine's process ended with exit code %d; it is started again", code)
             self.restarts += 1
             self._order["first_step"] += int(self.sample.get("step", 0))

@@ -77,10 +77,10 @@ class EngineProcess:
                 raise UserError(found["error"])
             engine.ready = found["ready"]
         except TimeoutError:
-            await engine.end(kill=True)
+            await engine.end(0.0)
             raise Gone(f"not ready after {START_SECONDS:g} s") from None
         except BaseException:
-            await engine.end(kill=True)
+            await engine.end(1.0)
             raise
         return engine
 
@@ -99,16 +99,14 @@ class EngineProcess:
         assert isinstance(frame, dict)
         return frame
 
-    async def end(self, kill: bool = False) -> int:
-        """Hang up, and wait for its end; its exit code. kill: at once."""
-        if kill:
-            self.process.kill()
+    async def end(self, seconds: float = EXIT_SECONDS) -> int:
+        """Hang up, and wait for its end, which comes after ``seconds`` at the latest; its exit code."""
         self._writer.close()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
         try:
-            return await asyncio.to_thread(self.process.wait, EXIT_SECONDS)
+            return await asyncio.to_thread(self.process.wait, seconds)
         except subprocess.TimeoutExpired:
-            log.warning("the engine's process does not end: killed")
+            log.warning("the engine's process %d does not end: killed", self.process.pid)
             self.process.kill()
             return await asyncio.to_thread(self.process.wait)

@@ -117,9 +117,10 @@ class Worker:
         while True:
             self._take()
             if self._live:
-                if not self._engine.step():
-                    raise IntegrityError(f"{len(self._live)} requests neither run nor wait")
+                worked = self._engine.step()
                 self._collect()
+                if not worked and self._live:
+                    raise IntegrityError(f"{len(self._live)} requests neither run nor wait")
             self._report()
 
     # --- messages --------------------------------------------------------------------------------
