@@ -67,7 +67,7 @@ class Answer:
         }
         # The start and end of an event with nothing in it but text: json.dumps of whole events was half
         # of the server's time per token.
-        self._plain = not call.token_ids and call.logprobs is None
+        self._plain = call.logprobs is None
         inner = '"delta":{"content":' if call.kind == "chat" else '"text":'
         self._starts = [
             f'data: {_dump(self._head)[:-1]},"choices":[{{"index":{part.index},{inner}'
@@ -75,7 +75,8 @@ class Answer:
         ]
         close = "}" if call.kind == "chat" else ""
         usage = ',"usage":null' if call.include_usage else ""
-        self._end = f'{close},"logprobs":null,"finish_reason":null}}]{usage}}}\n\n'
+        self._close = f'{close},"logprobs":null,"finish_reason":null'
+        self._end = f"}}]{usage}}}\n\n"
 
     # --- a stream --------------------------------------------------------------------------------
 
@@ -107,7 +108,10 @@ class Answer:
         text = part.text.feed(tokens)
         if not choice.reason:
             if self._plain:
-                return f"{self._starts[part.index]}{_dump(text)}{self._end}" if text else ""
+                if not (text or self._call.token_ids):
+                    return ""
+                ids = f',"token_ids":{_dump(tokens)}' if self._call.token_ids else ""
+                return f"{self._starts[part.index]}{_dump(text)}{self._close}{ids}{self._end}"
             return self._chunk(part, self._content(text), self._details(part, tokens, rows), None)
         part.ended = True
         reason = finish_reason(choice)

@@ -188,6 +188,7 @@ class Server:
             "restarts": self.link.restarts,
             "engine_pid": self.link.pid,
             "pending": self.link.pending,
+            "record": self.link.about.get("record"),
             "sample": sample,
         }
 
