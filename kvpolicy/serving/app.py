@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -95,9 +96,12 @@ class Server:
                 self.metrics.rejected.labels(error.headers["x-kvpolicy-binding-tier"]).inc()
             raise
         stall = self.settings.stall_seconds
-        return Delivery(call, self.model, submission, stall, self.abort, self._note)
+        path = "/v1/chat/completions" if call.kind == "chat" else "/v1/completions"
+        note = partial(self._note, path)
+        return Delivery(call, self.model, submission, stall, self.abort, note)
 
-    def _note(self, outcome: Outcome) -> None:
+    def _note(self, path: str, outcome: Outcome) -> None:
+        self.metrics.calls.labels(path, str(outcome.status)).inc()
         if outcome.status == 499:
             self.metrics.lost.labels(outcome.what).inc()
 

@@ -110,6 +110,9 @@ class Client:
                 return await connection.ask(head, raw)
             except (OSError, EOFError):  # kept for too long: the server has closed it
                 connection.close()
+            except BaseException:
+                connection.close()
+                raise
         connection = _Connection(*await asyncio.open_connection(self.host, self.port, limit=_LIMIT))
         try:
             return await connection.ask(head, raw)

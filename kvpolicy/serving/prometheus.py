@@ -6,7 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -69,6 +75,7 @@ class ServerMetrics:
         view: Callable[[], tuple[bool, int, Mapping[str, Any]]],
     ) -> None:
         self._sample, self._view = sample, view
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.calls = self._counter("http_requests", "Calls by path and status", "path", "status")
         self.ended = self._counter("requests", "Requests (choices) by how they ended", "reason")

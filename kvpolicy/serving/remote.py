@@ -89,8 +89,8 @@ class RemoteHandle:
 class RemoteEngine:
     """Requests to the server at an address, on an event loop that runs while :meth:`step` does.
 
-    model: None for the one that the server has. errors: requests that were not answered, by status or
-    what happened. samples: whether the server shows its samples to us. Close it.
+    model: the name of the server's. errors: requests that were not answered, by status or
+    what happened. policy: what GET /v1/policy said last, empty if it may not be seen. Close it.
     """
 
     def __init__(self, client: Client, policy_client: Client) -> None:
@@ -104,20 +104,25 @@ class RemoteEngine:
         self._live: set[asyncio.Task[None]] = set()
         self._count = 0
         self._sample = Sample(*[0] * len(_SAMPLE))
-        status, found = self._run(client.json("GET", "/v1/models"))
-        if status != 200:
-            raise UserError(f"the server answers {status}: {found.get('error', {}).get('message')}")
-        self.model = str(found["data"][0]["id"])
-        self._run(self._poll_once())
+        self._poller: asyncio.Task[None] | None = None
+        try:
+            self.model = self._loop.run_until_complete(self._greet())
+        except (OSError, EOFError, ValueError) as error:
+            self.close()
+            where = f"http://{client.host}:{client.port}"
+            raise UserError(f"{where}: {error or 'no answer'}") from None
+        except BaseException:
+            self.close()
+            raise
         self._poller = self._loop.create_task(self._poll())
 
-    def _run(self, work: Any) -> Any:
-        try:
-            return self._loop.run_until_complete(work)
-        except (OSError, EOFError, ValueError) as error:
-            raise UserError(
-                f"http://{self._client.host}:{self._client.port}: {error or 'no answer'}"
-            ) from None
+    async def _greet(self) -> str:
+        """The name of the server's model, and a first sample."""
+        status, found = await self._client.json("GET", "/v1/models")
+        if status != 200:
+            raise UserError(f"the server answers {status}: {found.get('error', {}).get('message')}")
+        await self._poll_once()
+        return str(found["data"][0]["id"])
 
     # --- what a runner asks of an engine ---------------------------------------------------------
 
@@ -159,14 +164,13 @@ class RemoteEngine:
 
     def close(self) -> None:
         """Cancel what runs and close the connections."""
-        for task in (self._poller, *self._live):
+        tasks = [*self._live, *([] if self._poller is None else [self._poller])]
+        for task in tasks:
             task.cancel()
-        self._loop.run_until_complete(
-            asyncio.gather(self._poller, *self._live, return_exceptions=True)
-        )
+        self._loop.run_until_complete(_all_ended(tasks))
         self._client.close()
         self._policy_client.close()
-        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.run_until_complete(asyncio.sleep(0))  # transports close at the next turn
         self._loop.close()
 
     # --- on the loop -----------------------------------------------------------------------------
@@ -241,6 +245,10 @@ class RemoteEngine:
                 "generated_tokens": self.generated,
             }
         self._sample = Sample(**values)
+
+
+async def _all_ended(tasks: list[asyncio.Task[None]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _refusal(reply: Reply) -> _Failed:
