@@ -169,6 +169,7 @@ def _listen(settings: ServerSettings) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         listener.bind(address)
+        listener.listen(BACKLOG)  # from here on calls wait, until the loop takes them
         listener.setblocking(False)
     except OSError as error:
         listener.close()
