@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
@@ -18,8 +21,10 @@ from kvpolicy.serving.calls import Defaults, chat_call, completion_call, templat
 from kvpolicy.serving.errors import ApiError
 from kvpolicy.serving.fields import Body, ChatBody, CompletionBody, Message, parse_body
 from kvpolicy.serving.policy import PolicyBlock, check_remote
+from kvpolicy.serving.prometheus import COUNTERS, GAUGES, ServerMetrics
 from kvpolicy.serving.settings import ServerSettings, is_loopback
 
+ROOT = Path(__file__).resolve().parents[1]
 DEFAULTS = Defaults("micro", SamplingParams(), 264, 512, False, 8, None)
 
 
@@ -281,3 +286,32 @@ def test_no_path_is_taken_over_http(spec: str) -> None:
 def test_names_and_numbers_are_taken_over_http() -> None:
     for spec in ("adaptive", "static:device_buffer_rows=256", "adaptive:split=equal,reserve=0.1"):
         check_remote(spec)
+
+
+# --- the documentation ----------------------------------------------------------------------------
+
+
+def test_every_metric_and_setting_is_explained() -> None:
+    """docs/serving.md names what /metrics shows and nothing else; examples/serve.yaml has every setting."""
+    page = (ROOT / "docs" / "serving.md").read_text()
+    section = page.partition("\n### Metrics\n")[2].partition("\n### ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    told = {name for row in rows for name in re.findall(r"`([a-z_]+)[`{]", row)}
+    metrics = ServerMetrics(lambda: SAMPLE, lambda: (True, 0, {"controller": "static"}))
+    metrics.rejected.labels("host").inc()
+    shown = {f.name.removeprefix("kvpolicy_") for f in metrics.registry.collect()}
+    assert {name.removesuffix("_total") for name in told} == shown
+    settings = yaml.safe_load((ROOT / "examples" / "serve.yaml").read_text())
+    secrets = {"api_key", "policy_token"}
+    assert set(settings["server"]) | secrets == set(ServerSettings.model_fields)
+    assert ServerSettings(**settings["server"]) == ServerSettings()
+    PolicyBlock(**settings["policy"]).settings()
+    for name in ServerSettings.model_fields:
+        assert name in page or name in ("body_seconds", "max_choices", "host", "port"), name
+
+
+SAMPLE: dict[str, Any] = {
+    **dict.fromkeys((*GAUGES, *COUNTERS), 1),
+    "deferred": {"host": 1},
+    "accepted_length": 1.0,
+}

@@ -289,7 +289,8 @@ class EngineLink:
         process.send([what, number, *arguments])
         try:
             async with asyncio.timeout(REPLY_SECONDS):
-                return await reply
+                found: dict[str, Any] = await reply
+                return found
         except TimeoutError:
             raise unavailable(f"no answer from the engine in {REPLY_SECONDS:g} s") from None
         finally:

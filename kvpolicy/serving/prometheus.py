@@ -75,7 +75,7 @@ class ServerMetrics:
         view: Callable[[], tuple[bool, int, Mapping[str, Any]]],
     ) -> None:
         self._sample, self._view = sample, view
-        disable_created_metrics()  # type: ignore[no-untyped-call]
+        disable_created_metrics()
         self.registry = CollectorRegistry()
         self.calls = self._counter("http_requests", "Calls by path and status", "path", "status")
         self.ended = self._counter("requests", "Requests (choices) by how they ended", "reason")

@@ -23,7 +23,8 @@ import logging
 import signal
 import socket
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,14 +87,15 @@ def about(engine: Engine) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Live:
-    """A request that has not ended. stream: its tokens are sent as they come."""
+    """A request that has not ended. stream: its tokens are sent as they come. logprobs: not sent yet.
+    given: tokens that were."""
 
     handle: RequestHandle
     stream: bool
     fingerprint: bool
+    logprobs: list[Any]
     cancelled: bool = False
     given: int = 0
-    logprobs: list[Any] = field(default_factory=list)
 
 
 class Worker:
@@ -160,23 +162,18 @@ class Worker:
         """prompt: bytes as text of their code points, or token ids."""
         self._urgent = True
         raw = prompt.encode("latin-1") if isinstance(prompt, str) else prompt
-        live = _Live(None, bool(wants.get("stream")), bool(wants.get("fingerprint")))  # type: ignore[arg-type]
-        top = wants.get("logprobs")
-
-        def note(token: int, row: NDArray[np.float32]) -> None:
-            live.logprobs.append(logprobs_of(row, token, top))
-
+        logprobs: list[Any] = []
+        top: int | None = wants["logprobs"]
+        note = None if top is None else partial(_note_logprobs, logprobs, top)
         try:
-            live.handle = self._engine.submit(
-                raw, SamplingParams(**params), on_token=None if top is None else note
-            )
+            handle = self._engine.submit(raw, SamplingParams(**params), on_token=note)
         except CapacityError as error:
             refusal = [number, "capacity", error.tier, str(error)]
             self._frame.setdefault("refused", []).append(refusal)
         except UserError as error:
             self._frame.setdefault("refused", []).append([number, "invalid", "", str(error)])
         else:
-            self._live[number] = live
+            self._live[number] = _Live(handle, wants["stream"], wants["fingerprint"], logprobs)
             self._frame.setdefault("accepted", []).append(number)
 
     def _cancel(self, number: int) -> None:
@@ -289,6 +286,10 @@ class Worker:
             "reduced_admissions": totals.reduced_admissions,
             "binding": engine.residents.binding,
         }
+
+
+def _note_logprobs(rows: list[Any], top: int, token: int, row: NDArray[np.float32]) -> None:
+    rows.append(logprobs_of(row, token, top))
 
 
 def logprobs_of(row: NDArray[np.float32], token: int, top: int) -> list[Any]:
