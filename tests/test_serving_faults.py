@@ -34,7 +34,7 @@ server:
   max_waiting: 8
   stall_seconds: 1
   max_body_kib: 64
-  body_seconds: 2
+  body_seconds: 1
 """
 CONTROLLERS = """\
 import time
@@ -139,11 +139,11 @@ def test_a_killed_engine_answers_503_and_comes_back_clean(served: Served) -> Non
 
 def test_a_client_that_never_reads_is_cut_off(served: Served, expected: list[int]) -> None:
     stalled = counter(served, 'clients_lost_total{how="stalled"}')
-    body = {"prompt": "x", "max_tokens": 450, "logprobs": 20, "n": 2, "stream": True}
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 450, "logprobs": 20, "n": 2}
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         client.connect(("127.0.0.1", served.port))
-        raw = json.dumps(body).encode()
+        raw = json.dumps({**body, "stream": True}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n"
         client.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + raw)
         assert served.tokens(PROMPT, max_tokens=LENGTH) == expected  # others are served
@@ -201,15 +201,15 @@ def test_2000_queued_requests(model: Path, expected: list[int], tmp_path: Path) 
 def test_an_exhausted_host_is_named(model: Path, expected: list[int], tmp_path: Path) -> None:
     config = tmp_path / "serve.yaml"
     config.write_text("server:\n  max_waiting: 2\n")
-    memory = {"device_kv_mib": 1, "host_kv_mib": 0.06, "max_concurrency": 8}
+    memory = {"device_kv_mib": 1, "host_kv_mib": 0.03, "max_concurrency": 8}
     with serving(model, tmp_path, "--config", str(config), **memory) as served:
         never = served.complete(PROMPT, max_tokens=490)
         assert never.status_code == 400 and never.json()["error"]["code"] == "host_capacity"
 
         async def fill() -> list[httpx.Response]:
             async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
-                first = [asyncio.create_task(posted(client, max_tokens=120)) for _ in range(4)]
-                await asyncio.sleep(0.5)
+                first = [asyncio.create_task(posted(client, max_tokens=40)) for _ in range(4)]
+                await asyncio.sleep(0.3)
                 late = [await posted(client) for _ in range(3)]
                 return [*await asyncio.gather(*first), *late]
 
@@ -294,10 +294,14 @@ def test_what_is_no_http_or_too_long_or_too_slow_is_refused(served: Served) -> N
     for raw, status in (
         (b"\x16\x03\x01\x02\x00\x01\x00 no TLS here\r\n\r\n", b"400"),
         (head + b"Content-Length: 100\r\n\r\n{", b"408"),
+        (head, None),  # no end of the head: cut off
         (head + b"Transfer-Encoding: chunked\r\n\r\n" + b"8000\r\n" + b"x" * 0x8000 + b"\r\n", b""),
     ):
         with socket.create_connection(("127.0.0.1", served.port), timeout=10) as client:
             client.sendall(raw)
+            if status is None:
+                assert client.recv(1000) == b""
+                continue
             if not status:
                 client.sendall((b"8000\r\n" + b"x" * 0x8000 + b"\r\n") * 2)
                 status = b"413"
@@ -379,3 +383,24 @@ def test_sigterm_under_load_ends_what_runs(
         while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
             time.sleep(0.05)
         assert not Path(f"/proc/{pid}").exists()
+
+
+def test_what_is_not_done_by_the_end_of_the_drain_is_told(model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "serve.yaml"
+    config.write_text("device_kv_mib: 1\nhost_kv_mib: 4\nserver:\n  drain_seconds: 0.2\n")
+    with serving(model, tmp_path, "--config", str(config)) as served:
+
+        async def drain() -> tuple[httpx.Response, list[Any]]:
+            async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+                begun = asyncio.Event()
+                stream = asyncio.create_task(streamed(client, begun, max_tokens=450))
+                whole = asyncio.create_task(posted(client, max_tokens=450))
+                await begun.wait()
+                os.kill(served.process.pid, signal.SIGINT)
+                return await whole, await stream
+
+        whole, events = asyncio.run(drain())
+        assert whole.status_code == 503 and whole.json()["error"]["code"] == "draining"
+        assert events[-1]["error"]["code"] == "draining"
+        assert served.process.wait(20) == 130
+        assert "Traceback" not in served.err.read_text()

@@ -86,7 +86,8 @@ def serve_command(options: ServeOptions) -> None:
         name = f"[{host}]" if ":" in host else host
         typer.echo(f"kvpolicy serves {model_name(config.engine)} at http://{name}:{port}/v1")
 
-    asyncio.run(serve(config, lambda: read_config(options), announce))
+    if asyncio.run(serve(config, lambda: read_config(options), announce)):
+        raise KeyboardInterrupt
 
 
 def read_config(options: ServeOptions) -> ServeConfig:

@@ -16,6 +16,8 @@ __all__ = ["Call", "Defaults", "chat_call", "completion_call", "template"]
 
 # OpenAI's own defaults, where the server's config names none.
 TEMPERATURE, COMPLETION_TOKENS = 1.0, 16
+# Tokens of a call whose logprobs are kept until the client takes them: 3 KB each with 20 beside it.
+MOST_LOGPROBS = 1 << 16
 # A chat has no length of its own there; here it does.
 CHAT_TOKENS = 256
 
@@ -112,6 +114,11 @@ def _call(
     if n * len(prompts) > defaults.max_choices:
         what = f"n x prompts = {n * len(prompts)}: should be at most {defaults.max_choices}"
         raise bad_request("n", what)
+    if logprobs is not None and n * len(prompts) * max_tokens > MOST_LOGPROBS:
+        what = (
+            f"logprobs of {n * len(prompts) * max_tokens} tokens: should be at most {MOST_LOGPROBS}"
+        )
+        raise bad_request("logprobs", what)
     for prompt in prompts:
         _check_prompt(prompt, max_tokens, defaults)
     params = _params(body, defaults, max_tokens)

@@ -216,6 +216,10 @@ class EngineLink:
                 self._heard = time.perf_counter()
                 process.process.kill()
 
+    def give_up(self) -> None:
+        """End everything: the time to drain is over."""
+        self._fail_all(unavailable("the server stops and did not wait any longer", "draining"))
+
     def _fail_all(self, error: ApiError) -> None:
         for group in {choice.group for choice in self._choices.values()}:
             group.fail(error)
@@ -244,10 +248,14 @@ class EngineLink:
 
     def _check_room(self, count: int) -> None:
         """Where memory binds, those that run are all that can; else every seat can be taken."""
+        most = self.seats + self.settings.max_waiting
+        if count > most:
+            raise bad_request(
+                "n", f"n x prompts = {count}: the server holds at most {most} requests"
+            )
         able = self._running if self._binding in ("device", "host") else self.seats
-        waiting = max(0, self.pending - able)
-        free = able + self.settings.max_waiting - self.pending
-        if count > free and (self.pending or count > self.seats + self.settings.max_waiting):
+        if self.pending and self.pending + count > able + self.settings.max_waiting:
+            waiting = max(0, self.pending - able)
             raise overloaded(self._binding, waiting, self._seconds_per_place() * count)
 
     def _seconds_per_place(self) -> float:

@@ -74,6 +74,7 @@ class EngineProcess:
             async with asyncio.timeout(START_SECONDS):
                 found = await engine.receive()
             if "error" in found:
+                await engine.end()
                 raise UserError(found["error"])
             engine.ready = found["ready"]
         except TimeoutError:

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 # What the kernel keeps of what a client has not read, so that one that never reads is found out.
 SEND_BUFFER = 128 << 10
 BACKLOG = 2048
+# After the drain, for errors to reach their clients.
+LAST_SECONDS = 5
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,9 @@ class ServeConfig:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Signals are ours."""
+    """Signals are ours. interrupted: by SIGINT."""
+
+    interrupted = False
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -53,21 +57,41 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Connections:
-    """The connections by the client's address, so that one can be cut off."""
+    """The connections by the client's address, so that one can be cut off. head_seconds: a client that
+    has connected, or has begun with the head of a call, must be done with that head by then."""
 
-    def __init__(self) -> None:
+    def __init__(self, head_seconds: float) -> None:
         self._open: dict[Any, asyncio.Transport] = {}
+        self._head_seconds = head_seconds
 
     def protocol(self) -> type[H11Protocol]:
-        opened = self._open
+        """uvicorn's, with both."""
+        opened, seconds = self._open, self._head_seconds
 
         class Protocol(H11Protocol):
+            timer: asyncio.TimerHandle | None = None
+
             def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
                 super().connection_made(transport)
                 if self.client is not None:
                     opened[tuple(self.client)] = transport
+                self.timer = self.loop.call_later(seconds, transport.abort)
+
+            def data_received(self, data: bytes) -> None:
+                super().data_received(data)
+                head = self.cycle is None or self.cycle.response_complete
+                if head and self.timer is None:
+                    self.timer = self.loop.call_later(seconds, self.transport.abort)
+                elif not head:
+                    self.stop_timer()
+
+            def stop_timer(self) -> None:
+                if self.timer is not None:
+                    self.timer.cancel()
+                    self.timer = None
 
             def connection_lost(self, exc: Exception | None) -> None:
+                self.stop_timer()
                 if self.client is not None:
                     opened.pop(tuple(self.client), None)
                 super().connection_lost(exc)
@@ -75,6 +99,7 @@ class _Connections:
         return Protocol
 
     def abort(self, scope: Scope) -> None:
+        """Cut off the client of a call."""
         transport = self._open.get(tuple(scope.get("client") or ()))
         if transport is not None:
             transport.abort()
@@ -84,8 +109,8 @@ async def serve(
     config: ServeConfig,
     reload: Callable[[], ServeConfig],
     announce: Callable[[str, int], None],
-) -> None:
-    """Serve until SIGTERM or SIGINT, then drain.
+) -> bool:
+    """Serve until SIGTERM or SIGINT, then drain. Returns whether it was SIGINT.
 
     reload: reads the config again, at SIGHUP. announce: told the address once requests are taken.
     UserError if the address or the engine cannot be had.
@@ -100,7 +125,7 @@ async def serve(
             "first_step": 0,
             "sample_seconds": settings.sample_seconds,
         }
-        connections = _Connections()
+        connections = _Connections(settings.body_seconds)
         link = EngineLink(order, settings, config.engine.max_concurrency)
         link.policy = policy_of(config.engine)
         server = Server(settings, link, model_name(config.engine), _defaults(config, link))
@@ -114,6 +139,7 @@ async def serve(
                 await front.serve([listener])
         finally:
             await link.close()
+    return front.interrupted
 
 
 def model_name(config: EngineConfig) -> str:
@@ -150,7 +176,8 @@ def _front(server: Server, settings: ServerSettings, connections: _Connections) 
             server_header=False,
             proxy_headers=False,
             backlog=BACKLOG,
-            timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+            # By then all have been answered, as far as they read.
+            timeout_graceful_shutdown=round(settings.drain_seconds) + LAST_SECONDS,
         )
     )
 
@@ -185,10 +212,13 @@ def _signals(
     loop = asyncio.get_running_loop()
     tasks: set[asyncio.Task[None]] = set()
 
-    def drain(again: bool) -> None:
-        if server.draining and again:
+    def drain(interrupt: bool) -> None:
+        if server.draining and interrupt:
             front.force_exit = True
+        front.interrupted |= interrupt
         log.info("draining: %d requests run or wait", server.link.pending)
+        if not server.draining:
+            loop.call_later(config.server.drain_seconds, server.link.give_up)
         server.draining = front.should_exit = True
 
     def hang_up() -> None:
