@@ -75,7 +75,7 @@ class ServerMetrics:
         view: Callable[[], tuple[bool, int, Mapping[str, Any]]],
     ) -> None:
         self._sample, self._view = sample, view
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.calls = self._counter("http_requests", "Calls by path and status", "path", "status")
         self.ended = self._counter("requests", "Requests (choices) by how they ended", "reason")
@@ -89,7 +89,7 @@ class ServerMetrics:
         self.latency = self._histogram(
             "request_seconds", "From a request's arrival to its end", _LONG
         )
-        self.registry.register(self)  # type: ignore[arg-type]
+        self.registry.register(self)
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
         return Counter(f"kvpolicy_{name}", about, labels, registry=self.registry)

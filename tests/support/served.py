@@ -137,9 +137,9 @@ def _url(process: subprocess.Popen[bytes], err: Path) -> str:
 def offline(
     model: Path | str, prompts: Sequence[Any], params: Sequence[kvpolicy.SamplingParams]
 ) -> list[Any]:
-    """What an engine in this process makes of the same prompts, one at a time, everything resident."""
-    config = kvpolicy.EngineConfig(model=str(model), device="cpu", controller="resident")
+    """What an engine in this process makes of the same prompts, everything resident."""
+    config = kvpolicy.EngineConfig(
+        model=str(model), device="cpu", controller="resident", device_kv_mib=128
+    )
     with kvpolicy.Engine(config) as engine:
-        return [
-            engine.generate([prompt], own)[0] for prompt, own in zip(prompts, params, strict=True)
-        ]
+        return list(engine.generate(prompts, params))
