@@ -37,6 +37,7 @@ RANK = {
     "recording.recorder": 7,
     "workloads": 7,
     "bench": 8,
+    "serving": 8,
     "": 8,
     "cli": 9,
     "__main__": 10,
@@ -63,6 +64,10 @@ ONLY_IN = {
     "stable_baselines3": {"kvpolicy.agents"},
     "triton": {"kvpolicy.kernels"},
     "matplotlib": {"kvpolicy"},
+    "fastapi": {"kvpolicy"},
+    "starlette": {"kvpolicy"},
+    "uvicorn": {"kvpolicy"},
+    "prometheus_client": {"kvpolicy"},
     "transformers": set(),
 }
 

@@ -27,6 +27,8 @@ COMMANDS = {
     "demo": "kvpolicy.cli.demo:demo_command",
     "run": "kvpolicy.cli.run:run_command",
     "compare": "kvpolicy.cli.compare:compare_command",
+    "serve": "kvpolicy.cli.serve:serve_command",
+    "load": "kvpolicy.cli.load:load_command",
     "record": "kvpolicy.cli.record:record_command",
     "oracle": "kvpolicy.cli.oracle:oracle_command",
     "bench": "kvpolicy.cli.bench:app",
@@ -38,7 +40,7 @@ COMMANDS = {
 
 LATER = (
     *("calibrate", "twin-gap", "check", "dashboard"),
-    *("train", "evaluate", "export", "leaderboard", "serve", "load"),
+    *("train", "evaluate", "export", "leaderboard"),
 )
 """Names that are kept for commands of a later version."""
 

@@ -45,6 +45,11 @@ class Channel:
         self._out = b""
         self._in = bytearray()
 
+    @property
+    def unsent(self) -> int:
+        """Bytes that the other end has not taken yet."""
+        return len(self._out)
+
     def send(self, message: object, until: float | None = None) -> bool:
         """Send a message, or as much of it as goes until then; :meth:`flush` sends the rest."""
         body = json.dumps(message, default=_flat, separators=(",", ":")).encode()

@@ -26,7 +26,7 @@ from kvpolicy.engine.parts import (
 )
 from kvpolicy.engine.prompt import Prompt, token_ids
 from kvpolicy.engine.reload import RunTimeChanges, changes, read
-from kvpolicy.engine.request import Request, RequestOutput
+from kvpolicy.engine.request import OnToken, Request, RequestOutput
 from kvpolicy.engine.residents import Residents
 from kvpolicy.engine.scheduler import Scheduler
 from kvpolicy.engine.verify_schedule import VerifySchedule
@@ -95,10 +95,15 @@ class Engine:
     # --- requests --------------------------------------------------------------------------------
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams | None = None, context: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        context: int = 0,
+        on_token: OnToken | None = None,
     ) -> RequestHandle:
         """Queue a request. context: with dummy weights, tokens before the prompt that count as computed:
-        pseudo-random rows stand in for theirs (to measure long contexts without reading them).
+        pseudo-random rows stand in for theirs (to measure long contexts without reading them). on_token:
+        called within a step with each token and the logits that decided it.
 
         UserError for an empty or wrong prompt, CapacityError (naming the tier) for one that this engine
         could never hold."""
@@ -117,6 +122,7 @@ class Engine:
             arrived_step=self.steps,
             clock=self.clock,
             context=context,
+            on_token=on_token,
         )
         limit = self.model.geometry.max_context
         if request.max_tokens > limit:

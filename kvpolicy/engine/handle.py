@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvpolicy.engine.request import Request, RequestOutput
 from kvpolicy.errors import IntegrityError
@@ -26,6 +26,15 @@ class RequestHandle:
     def done(self) -> bool:
         """Whether the request has ended, for whatever reason."""
         return self._request.finished
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Those made so far; not to be changed."""
+        return self._request.tokens
+
+    def output(self) -> RequestOutput:
+        """The output as it is now, without driving the engine."""
+        return self._request.output()
 
     def cancel(self) -> None:
         """End the request now and free its memory; tokens made so far stay readable."""

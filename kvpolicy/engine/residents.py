@@ -16,7 +16,11 @@ log = logging.getLogger(__name__)
 
 
 class Residents:
-    """Moves requests between the queue and the device, as far as memory and seats go."""
+    """Moves requests between the queue and the device, as far as memory and seats go.
+
+    binding: what kept the first waiting request waiting at the last step: ``seats``, ``device``, ``host``,
+    or empty if nothing waits.
+    """
 
     def __init__(
         self, memory: Hierarchy, scheduler: Scheduler, control: ControlLoop, totals: Metrics
@@ -25,6 +29,7 @@ class Residents:
         self.scheduler = scheduler
         self.control = control
         self.totals = totals
+        self.binding = ""
 
     def initial_rows(self, request: Request) -> tuple[int, ...]:
         """Hot rows per store that a request must get before it may start."""
@@ -64,12 +69,14 @@ class Residents:
             except CapacityError as error:
                 if self.scheduler.running:
                     self.totals.defer(request, error.tier)
+                    self.binding = error.tier
                     return
                 log.warning("request %d starts with fewer hot rows: %s", request.id, error)
                 self.totals.reduced_admissions += 1
                 self._admit(request, (0,) * len(rows), room)
             self.scheduler.start(step)
             self.control.wake()
+        self.binding = "seats" if self.scheduler.waiting else ""
 
     def _admit(self, request: Request, rows: tuple[int, ...], room: int) -> None:
         self.memory.admit(request.id, request.max_tokens, rows, room, request.context)
