@@ -7,7 +7,6 @@ Where steps are the clock a step costs one whatever it computes, so that a run r
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kvpolicy.memory.hierarchy import Hierarchy
