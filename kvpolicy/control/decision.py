@@ -44,10 +44,12 @@ class Decision:
                 "default": _target(plan.default),
                 "reserve_rows": _number(plan.reserve_rows),
                 "reserve_bytes": _number(plan.reserve_bytes),
+                "draft_tokens": _number(plan.draft_tokens),
             },
             "projected": {
                 "budgets": {str(i): list(rows) for i, rows in self.projected.budgets.items()},
                 "changed": self.projected.changed,
+                "draft_tokens": self.projected.draft_tokens,
             },
             "observation": asdict(self.observation),
         }

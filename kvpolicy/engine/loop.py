@@ -95,6 +95,8 @@ class ControlLoop:
         self.stores = store_views(layout)
         self._eviction = eviction
         self._base = _Baseline()
+        # Verified tokens of a request per step, at most, as the last decision said; None: no cap.
+        self.draft_tokens: int | None = None
         self._seen: dict[int, RetrievalCounters] = {}
         self._due = True
         self.slo: Slo | None = None
@@ -215,7 +217,9 @@ class ControlLoop:
             curves = self._follower.curves(memory, observation.requests, load.late)
             observation = replace(observation, curves=curves)
         self._base, self._due = now, False
-        memory.set_budgets(self.decider.decide(observation).projected.budgets)
+        projected = self.decider.decide(observation).projected
+        memory.set_budgets(projected.budgets)
+        self.draft_tokens = projected.draft_tokens
 
     def _observe(
         self, now: _Baseline, memory: Hierarchy, load: LoadView, counted: Counted
