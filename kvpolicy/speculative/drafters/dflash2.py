@@ -49,20 +49,29 @@ class DFlash2(Blockwise):
     ) -> Proposal:
         hidden = self.body.block(anchors, positions, context, context_positions)
         logits = self.body.logits(hidden)
-        ids = logits.topk(self.config.candidates, dim=-1).indices.sort(dim=-1).values
-        own = logits.gather(-1, ids)
-        rank = self.config.rank
-        projected = self.body.ops.linear(hidden.flatten(0, 1), self.projection).view(
-            *hidden.shape[:2], rank
-        )
-        weighted = projected[:, :, None] * self.successors[ids]  # [r, K, c, rank]
+        ids, own, weighted = self.candidates(hidden, logits)
         draws = Draws.of_candidates(sampling, positions, ids, coupled)
         previous, tokens, laws = anchors, [], []
         for k in range(self.tokens):
-            # A product and a sum along the row: its bits do not depend on the number of requests.
-            scores = own[:, k] + (weighted[:, k] * self.predecessors[previous][:, None]).sum(-1)
+            scores = self.path_scores(own[:, k], weighted[:, k], previous)
             column, law = draws.choose(scores, k)
             previous = ids[:, k].gather(1, column[:, None])[:, 0]
             tokens.append(previous)
             laws.append(law)
         return Proposal(torch.stack(tokens, 1), Sparse(ids, torch.stack(laws, 1)))
+
+    def candidates(self, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of every position: ids int64 [r, K, c], ascending, their logits float32 [r, K, c], and what
+        the selector knows of them before the walk, float32 [r, K, c, rank].
+
+        hidden: narrow [r, K, d]; logits: float32 [r, K, V].
+        """
+        ids = logits.topk(self.config.candidates, dim=-1).indices.sort(dim=-1).values
+        projected = self.body.ops.linear(hidden.flatten(0, 1), self.projection)
+        projected = projected.view(*hidden.shape[:2], 1, self.config.rank)
+        return ids, logits.gather(-1, ids), projected * self.successors[ids]
+
+    def path_scores(self, own: Tensor, weighted: Tensor, previous: Tensor) -> Tensor:
+        """Scores float32 [r, c] of one position's candidates behind the token ``previous`` int64 [r]."""
+        # A product and a sum along the row: its bits do not depend on the number of requests.
+        return own + (weighted * self.predecessors[previous][:, None]).sum(-1)

@@ -61,28 +61,34 @@ class DSpark(Blockwise):
         draws = Draws.of_vocabulary(sampling, positions, self.tokens, self.config.vocab, coupled)
         previous, tokens, laws, sure = anchors, [], [], []
         for k in range(self.tokens):
-            scores = logits[:, k]
-            embedded = None
-            if self.config.rank:
-                embedded = self.markov_in[previous]
-                scores = self.body.ops.linear(embedded, self.markov_out, scores)
-            if self.config.confidence:
-                sure.append(self._confidence(hidden[:, k], embedded))
+            scores, certainty = self.step(hidden[:, k], logits[:, k], previous)
+            sure += [] if certainty is None else [certainty]
             previous, law = draws.choose(scores, k)
             tokens.append(previous)
             laws.append(law)
         return Proposal(
             torch.stack(tokens, 1),
             Dense(torch.stack(laws, 1)),
-            self._calibrated(torch.stack(sure, 1), sampling) if sure else None,
+            self.calibrated(torch.stack(sure, 1), sampling) if sure else None,
         )
 
-    def _confidence(self, hidden: Tensor, embedded: Tensor | None) -> Tensor:
-        """Logit of the chance that the token is accepted, given those before it: float32 [r]."""
-        parts = [hidden.float()] if embedded is None else [hidden.float(), embedded.float()]
-        return (torch.cat(parts, 1) * self.sure_weight).sum(-1) + self.sure_bias
+    def step(
+        self, hidden: Tensor, logits: Tensor, previous: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Corrected logits float32 [r, V] of a token, and the logit float32 [r] of the chance that it is
+        accepted, given those before it. hidden: narrow [r, d], logits: of its row. previous: int64 [r],
+        the token before it."""
+        parts = [hidden.float()]
+        if self.config.rank:
+            embedded = self.markov_in[previous]
+            logits = self.body.ops.linear(embedded, self.markov_out, logits)
+            parts.append(embedded.float())
+        if not self.config.confidence:
+            return logits, None
+        # A product and a sum along the row: its bits do not depend on the number of requests.
+        return logits, (torch.cat(parts, 1) * self.sure_weight).sum(-1) + self.sure_bias
 
-    def _calibrated(self, logit: Tensor, sampling: RowSampling) -> Tensor:
+    def calibrated(self, logit: Tensor, sampling: RowSampling) -> Tensor:
         """Sequential temperature scaling: float32 [r, K]. logit: float32 [r, K]."""
         greedy, sampled = self.calibration
         own = torch.where((sampling.temperature == 0.0)[:, None], greedy, sampled)
