@@ -82,7 +82,9 @@ def test_forward_equals_the_formulas(
         torch.testing.assert_close(law, second.law(wanted[k], before, 0.7), rtol=1e-3, atol=1e-6)
         sure = second.logits(wanted[k], before)[2]
         if warm.confidence is not None and sure is not None:
-            assert float(warm.confidence[0, k]) == pytest.approx(1 / (1 + 2.718281828**-sure), abs=1e-4)
+            assert float(warm.confidence[0, k]) == pytest.approx(
+                1 / (1 + 2.718281828**-sure), abs=1e-4
+            )
         before = int(warm.tokens[0, k])
 
 
@@ -103,9 +105,10 @@ def test_a_fresh_head_changes_nothing(target: GlmDsa) -> None:
         assert torch.equal(a.tokens, b.tokens)
         a, b = (propose(d, taps, anchor, 66, sampling(1, 0.8)) for d in (one, two))
         inside = dense_law(b, 264) > 0
-        same = dense_law(a, 264)[inside] / (dense_law(a, 264) * inside).sum(-1, keepdim=True).expand(
-            inside.shape
-        )[inside]
+        same = (
+            dense_law(a, 264)[inside]
+            / (dense_law(a, 264) * inside).sum(-1, keepdim=True).expand(inside.shape)[inside]
+        )
         torch.testing.assert_close(dense_law(b, 264)[inside], same, rtol=1e-5, atol=1e-9)
     spark, shifted = small_config("dspark"), small_config("dflash", shift=True, block=4)
     weights = weights_of(spark)
@@ -152,9 +155,13 @@ def test_a_ring_of_w_minus_1_rows_gives_the_proposals_of_the_whole_past(
                 sampling(1, 0.9, seed=anchor), False,
             )  # fmt: skip
             assert torch.equal(got.tokens, want.tokens)
-            torch.testing.assert_close(dense_law(got, 264), dense_law(want, 264), rtol=1e-4, atol=1e-8)
+            torch.testing.assert_close(
+                dense_law(got, 264), dense_law(want, 264), rtol=1e-4, atol=1e-8
+            )
             near = propose(drafter, taps, anchor, 70, sampling(1, 0.9, seed=anchor))
-            assert torch.equal(dense_law(got, 264), dense_law(near, 264)), "ring and line: bit for bit"
+            assert torch.equal(dense_law(got, 264), dense_law(near, 264)), (
+                "ring and line: bit for bit"
+            )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -172,7 +179,9 @@ def test_a_request_drafts_alone_as_in_a_batch(
     how = sampling(count, temperature)
     together = drafter.propose(tokens, anchors, context, where, how, False)
     for i in range(count):
-        own = RowSampling(*(x[i : i + 1] for x in (how.seeds, how.temperature, how.top_k, how.top_p)))
+        own = RowSampling(
+            *(x[i : i + 1] for x in (how.seeds, how.temperature, how.top_k, how.top_p))
+        )
         one = slice(i, i + 1)
         alone = drafter.propose(tokens[one], anchors[one], context[one], where[one], own, False)
         assert torch.equal(alone.tokens, together.tokens[one])
@@ -221,7 +230,9 @@ def test_drawn_tokens_follow_the_law_that_is_handed_over(target: GlmDsa, method:
     expected = law * many
     likely = expected >= 8
     seen = torch.bincount(first, minlength=264).double()
-    rest = (seen[~likely].sum() - expected[~likely].sum()) ** 2 / expected[~likely].sum().clamp(min=1)
+    rest = (seen[~likely].sum() - expected[~likely].sum()) ** 2 / expected[~likely].sum().clamp(
+        min=1
+    )
     statistic = ((seen - expected)[likely] ** 2 / expected[likely]).sum() + rest
     freedom = float(likely.sum())
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5
@@ -269,7 +280,9 @@ def test_calibration_divides_the_logits(target: GlmDsa) -> None:
             for c in (config, replace(config, calibration=heats))
         )
         assert raw is not None and scaled is not None
-        torch.testing.assert_close(torch.logit(scaled), torch.logit(raw) / torch.tensor([heats[name]]))
+        torch.testing.assert_close(
+            torch.logit(scaled), torch.logit(raw) / torch.tensor([heats[name]])
+        )
 
 
 def test_the_last_position_of_a_model_can_be_an_anchor(target: GlmDsa) -> None:
@@ -288,6 +301,9 @@ def test_drafters_are_what_the_engine_asks_for(target: GlmDsa, tmp_path: Path) -
         assert isinstance(drafter, Drafter)
         assert (drafter.name, drafter.tokens, drafter.window) == (method, 4, 12)
         assert drafter.ring_width == 2 * 2 * 2 * 8
-        assert drafter.context(some_taps(3, config), torch.arange(3)).shape == (3, drafter.ring_width)
+        assert drafter.context(some_taps(3, config), torch.arange(3)).shape == (
+            3,
+            drafter.ring_width,
+        )
     assert isinstance(drafter_of(small_config("dflash2"), target), DFlash2)
     assert isinstance(drafter_of(small_config("dspark"), target), DSpark)

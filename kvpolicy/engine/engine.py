@@ -216,6 +216,7 @@ class Engine:
         self.residents.admit(self.steps)
         self.residents.grow(self.steps)
         if self.speculator is not None:
+            self.speculator.limit(self.control.draft_tokens)
             self.residents.grow_for_drafts(self.speculator.cap)
         batch = self.scheduler.batch()
         if not batch and self._launched is None:
@@ -259,6 +260,7 @@ class Engine:
             tokens=self.totals.generated_tokens,
             seconds=0.0 if self.clock.counts_steps else self.totals.busy_seconds,
             late=self._runs_ahead,
+            speculation=self.speculator.counts if self.speculator else None,
         )
 
     def _emit(self, launched: Launched | None) -> None:

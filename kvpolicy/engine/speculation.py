@@ -65,6 +65,11 @@ class Counts:
                 counts[position] += 1
 
     @property
+    def totals(self) -> tuple[int, int, int]:
+        """Cycles, committed tokens, verify rows."""
+        return self.cycles, self.committed, self.cycles + sum(self.verified)
+
+    @property
     def accepted_length(self) -> float | None:
         """Tokens committed per cycle, bonus counted."""
         return self.committed / self.cycles if self.cycles else None
@@ -155,6 +160,10 @@ class Speculator:
     def active(self) -> bool:
         """Whether the drafter is still asked."""
         return self.counts.failures < FAILURES
+
+    def limit(self, tokens: int | None) -> None:
+        """Verify at most so many proposed tokens of a request from now on, None: as many as there are."""
+        self.cap = self.width if tokens is None else min(tokens, self.width)
 
     # --- before the step -------------------------------------------------------------------------
 

@@ -52,7 +52,9 @@ class PlainDrafter:
             return anchor + row - key < self.c["sliding_window"]
         return not self.c["is_causal"] or key - anchor <= row
 
-    def convolved(self, rows: list[Tensor], deltas: list[Tensor], base: Tensor, side: int) -> list[Tensor]:
+    def convolved(
+        self, rows: list[Tensor], deltas: list[Tensor], base: Tensor, side: int
+    ) -> list[Tensor]:
         if self.kind != "dflash2":
             return rows
         group, out = self.nested["conv_group_size"], []
@@ -117,7 +119,11 @@ class PlainDrafter:
                 z = [self.rms(row, self.w[f"{prefix}{norm}_layernorm.weight"]) for row in x]
                 deltas, base = self.deltas(prefix + place, z)
                 y = self.convolved(z, deltas, base, 0)
-                y = self.attention(prefix, y, past, anchor) if place == "attention" else self.mlp(prefix, y)
+                y = (
+                    self.attention(prefix, y, past, anchor)
+                    if place == "attention"
+                    else self.mlp(prefix, y)
+                )
                 y = self.convolved(y, deltas, base, 1)
                 x = [a + b for a, b in zip(x, y, strict=True)]
         x = [self.rms(row, self.w["norm.weight"]) for row in x]

@@ -1,0 +1,316 @@
+"""Speculation in the engine: what is written, kept, counted and never seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafters import Garbage, Scripted
+from micro import micro_model
+from toy_model import ToyModel
+
+from kvpolicy import Engine, EngineConfig, Observation, Plan, SamplingParams, UserError
+from kvpolicy.engine.request import RequestOutput
+from kvpolicy.engine.speculation import FAILURES
+from kvpolicy.memory.layout import Layout, RingShape
+from kvpolicy.memory.step import StepMemory
+from kvpolicy.models.glm_dsa import GlmDsa
+from kvpolicy.models.loader import DecodeModel
+from kvpolicy.recording.recorder import Recorder
+
+PROMPTS = [b"def f(x):\n    return x + 1\n" * 3, b"z" * 20]
+GREEDY = SamplingParams(max_new_tokens=40)
+SAMPLED = SamplingParams(max_new_tokens=40, temperature=0.8, seed=4)
+
+
+@pytest.fixture(scope="module")
+def micro(tmp_path_factory: pytest.TempPathFactory) -> GlmDsa:
+    return micro_model(Path(tmp_path_factory.mktemp("micro")))
+
+
+def make(model: DecodeModel, **changes: Any) -> Engine:
+    values = {
+        "device": "cpu",
+        "device_kv_mib": 2,
+        "host_kv_mib": 4,
+        "clock": "steps",
+        "controller": "static:device_buffer_rows=24",
+        "validate": True,
+        **changes,
+    }
+    return Engine(EngineConfig(**values), model=model)
+
+
+def run(
+    model: DecodeModel, params: SamplingParams = GREEDY, **changes: Any
+) -> tuple[list[RequestOutput], dict[str, Any]]:
+    with make(model, **changes) as engine:
+        return engine.generate(PROMPTS, params), engine.metrics()
+
+
+@pytest.fixture(scope="module")
+def plain(micro: GlmDsa) -> dict[SamplingParams, list[RequestOutput]]:
+    return {params: run(micro, params)[0] for params in (GREEDY, SAMPLED)}
+
+
+def scripted(outputs: list[RequestOutput], **changes: Any) -> Scripted:
+    texts = [[*prompt, *output.tokens] for prompt, output in zip(PROMPTS, outputs, strict=True)]
+    return Scripted(texts, **changes)
+
+
+@pytest.mark.parametrize("rule", ["standard", "block", "coupled"])
+@pytest.mark.parametrize("width", [1, 4, 7])
+def test_greedy_output_is_that_without_a_drafter(
+    micro: GlmDsa, plain: dict[SamplingParams, list[RequestOutput]], rule: str, width: int
+) -> None:
+    drafter = scripted(plain[GREEDY], tokens=7, wrong=5)
+    found, metrics = run(micro, drafter=drafter, verification=rule, num_draft_tokens=width)
+    assert found == plain[GREEDY]
+    assert metrics["accepted_length"] > 1.4 and not metrics["speculation"]["drafter_failures"]
+
+
+def test_coupled_output_is_that_without_a_drafter(
+    micro: GlmDsa, plain: dict[SamplingParams, list[RequestOutput]]
+) -> None:
+    """At any length: a schedule may cut it."""
+    for length in ("full", "scheduled"):
+        drafter = scripted(plain[SAMPLED], tokens=5)
+        values = {"drafter": drafter, "verification": "coupled", "verify_length": length}
+        assert run(micro, SAMPLED, **values)[0] == plain[SAMPLED]
+
+
+def test_a_stop_text_inside_an_accepted_prefix_ends_there(
+    micro: GlmDsa, plain: dict[SamplingParams, list[RequestOutput]]
+) -> None:
+    text = bytes(t for t in plain[SAMPLED][0].tokens if t < 256)
+    params = SAMPLED.model_copy(update={"stop": (text[6:8],)})
+    expected = run(micro, params)[0]
+    drafter = scripted(plain[SAMPLED], tokens=7, wrong=1000)
+    found, metrics = run(micro, params, drafter=drafter, verification="coupled")
+    assert found == expected
+    assert found[0].finish_reason == "stop" and len(found[0].tokens) < 12
+    assert metrics["generated_tokens"] == sum(len(o.tokens) for o in found)
+
+
+def test_a_block_ends_with_the_last_token(
+    micro: GlmDsa, plain: dict[SamplingParams, list[RequestOutput]]
+) -> None:
+    """Everything is accepted, and yet no request gets a token too many, or computes a row for one."""
+    for count in (1, 2, 7, 8, 9):
+        params = GREEDY.model_copy(update={"max_new_tokens": count})
+        drafter = scripted(plain[GREEDY], tokens=7, wrong=1000)
+        found, metrics = run(micro, params, drafter=drafter)
+        assert [o.tokens for o in found] == [o.tokens[:count] for o in plain[GREEDY]]
+        assert metrics["steps"] <= 3 + 2 + -(-count // 8)
+        assert sum(metrics["speculation"]["accepted"]) < 2 * count
+
+
+def test_a_hostile_drafter_changes_no_token_and_is_given_up(
+    micro: GlmDsa,
+    plain: dict[SamplingParams, list[RequestOutput]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for params in (GREEDY, SAMPLED):
+        found, metrics = run(micro, params, drafter=Garbage(1), verification="coupled")
+        assert found == plain[params]
+        assert metrics["speculation"]["drafter_failures"] == FAILURES
+    assert "it is not asked again" in caplog.text
+    law = run(micro, SAMPLED, drafter=Garbage(2), verification="standard")[0]
+    assert [len(o.tokens) for o in law] == [40, 40]
+
+
+# --- rejected rows --------------------------------------------------------------------------------
+
+
+def test_rejected_rows_are_never_seen_again(
+    micro: GlmDsa, plain: dict[SamplingParams, list[RequestOutput]]
+) -> None:
+    """Poison everything a step leaves behind: in-flight rows, staging, keys past the committed ones."""
+    drafter = scripted(plain[GREEDY], tokens=5, wrong=3)
+    with make(micro, drafter=drafter) as engine:
+        memory = engine.memory
+        commit = memory.commit
+        poisoned = 0
+
+        def and_poison(step: StepMemory, accepted: list[int]) -> None:
+            nonlocal poisoned
+            commit(step, accepted)
+            tables = memory.tables
+            for table in (*tables.inflight, *tables.staging):
+                table.paged.view[table.paged.frames] = float("nan")
+            for request, segment, count in zip(step.requests, step.segments, accepted, strict=True):
+                for keys in request.keys:
+                    gone = torch.arange(segment.position + count, segment.position + segment.count)
+                    keys.paged.put(gone, torch.full((len(gone), *keys.item.shape), float("nan")))
+                    poisoned += len(gone)
+
+        memory.commit = and_poison  # type: ignore[method-assign, assignment]
+        assert engine.generate(PROMPTS, GREEDY) == plain[GREEDY]
+        assert poisoned > 20
+
+
+def test_each_step_fetches_at_most_the_union(
+    micro: GlmDsa, plain: dict[SamplingParams, list[RequestOutput]]
+) -> None:
+    """Every missing record once, whatever the number of rows that want it."""
+    drafter = scripted(plain[GREEDY], tokens=7, wrong=3)
+    with make(micro, drafter=drafter, controller="static:device_buffer_rows=0") as engine:
+        memory = engine.memory
+        commit, before, steps = memory.commit, memory.counters.decode, 0
+
+        def checked(step: StepMemory, accepted: list[int]) -> None:
+            nonlocal before, steps
+            union = selected = 0
+            for selector in memory.layout.geometry.selectors:
+                layers = memory.layout.of(selector).store.n_layers
+                for own in (s for s in step.segments if s.decode):
+                    chosen = step.selection(selector)[own.start : own.stop]
+                    old = chosen[(chosen >= 0) & (chosen < own.position)]
+                    selected += old.numel() * layers
+                    union += old.unique().numel() * layers
+            now = memory.counters.decode
+            new = now.since(before)
+            assert (new.selected_rows, new.unique_rows) == (selected, union)
+            # Nothing may stay, so all of the union is missed, and fetched once.
+            assert new.fetched_rows == union and new.refetched_rows >= 0
+            before, steps = now, steps + bool(union)
+            commit(step, accepted)
+
+        memory.commit = checked  # type: ignore[method-assign, assignment]
+        engine.generate(PROMPTS, GREEDY)
+        assert steps > 5
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def test_staging_and_rings_do_not_grow_with_layers_or_context(tmp_path: Path) -> None:
+    """Staging of 8 and of 32 layers, each a store of its own; rings of a short and a long request."""
+    from micro import CONFIG, write_checkpoint
+
+    staging, rings = [], []
+    for layers in (8, 32):
+        changes = {
+            "num_hidden_layers": layers,
+            "indexer_types": ["full"] * layers,
+            "mlp_layer_types": ["dense"] * layers,
+        }
+        assert CONFIG["num_hidden_layers"] == 3
+        folder = write_checkpoint(tmp_path / str(layers), **changes)
+        model = GlmDsa(folder, torch.device("cpu"), "micro")
+        with make(model, drafter="ngram", device_kv_mib=16, host_kv_mib=16) as engine:
+            staging.append(engine.memory.usage().staging)
+            for length in (10, 300):
+                handle = engine.submit(b"x" * length, SamplingParams(max_new_tokens=2))
+                engine.step()
+                rings.append(engine.memory.usage().rings)
+                handle.cancel()
+    assert len(set(staging)) == 1 and staging[0] > 0
+    assert len(set(rings)) == 1 and rings[0] > 0
+
+
+@pytest.mark.parametrize("window", [2, 9, 33])
+def test_ring_bytes_follow_the_window(micro: GlmDsa, window: int) -> None:
+    layout = Layout(micro.geometry, "float32", RingShape(window - 1, 700))
+    assert layout.ring is not None
+    per_frame = layout.frame_bytes // (700 * 4)
+    assert layout.ring.frames == -(-(window - 1) // per_frame)
+    wide = Layout(micro.geometry, "float32", RingShape(window - 1, 3000)).ring
+    assert wide is not None and wide.parts == 3 and wide.item.bytes <= layout.frame_bytes
+
+
+def test_rings_survive_wraps_preemption_and_recycled_seats(
+    micro: GlmDsa, plain: dict[SamplingParams, list[RequestOutput]]
+) -> None:
+    """The scripted drafter raises unless its window is the text before the anchor, exactly."""
+    drafter = scripted(plain[GREEDY], tokens=4, window=6, wrong=4)
+    with make(micro, drafter=drafter, max_concurrency=1, prefill_chunk=3) as engine:
+        for _ in range(2):
+            handles = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
+            while not all(handle.done for handle in handles):
+                engine.step()
+                if engine.steps % 5 == 0 and engine.scheduler.running:
+                    engine.residents.preempt(engine.scheduler.running[0], engine.steps)
+            assert [h.result().tokens for h in handles] == [o.tokens for o in plain[GREEDY]]
+        metrics = engine.metrics()
+    assert metrics["preemptions"] > 8 and not metrics["speculation"]["drafter_failures"]
+    assert metrics["ring_bytes"] > 0 and metrics["accepted_length"] > 1.5
+
+
+def test_drafts_take_no_memory_from_anybody(micro: GlmDsa) -> None:
+    """Room for proposed tokens is taken where it is free: no shortage, no preemption comes of it."""
+    base = run(micro, device_kv_mib=0.24, max_concurrency=2, prefill_chunk=16)[1]
+    metrics = run(micro, drafter="ngram", device_kv_mib=0.36, max_concurrency=2, prefill_chunk=16)[
+        1
+    ]
+    assert (base["preemptions"], metrics["preemptions"]) == (0, 0)
+
+
+# --- who decides, who watches ---------------------------------------------------------------------
+
+
+class Capping:
+    """Allows two draft tokens, and remembers what it saw."""
+
+    def __init__(self) -> None:
+        self.seen: list[Observation] = []
+
+    def decide(self, observation: Observation) -> Plan:
+        self.seen.append(observation)
+        return replace(Plan.even(24), draft_tokens=2)
+
+
+def test_a_controller_sees_acceptance_and_caps_the_draft(
+    micro: GlmDsa, plain: dict[SamplingParams, list[RequestOutput]]
+) -> None:
+    controller, drafter = Capping(), scripted(plain[GREEDY], tokens=7, wrong=1000)
+    found, metrics = run(micro, controller=controller, drafter=drafter, control_interval=2)
+    assert found == plain[GREEDY]
+    assert metrics["speculation"]["verified"][2:] == [0] * 5
+    lengths = [o.accepted_length for o in controller.seen if o.cycles]
+    assert lengths and all(length is not None and 1 <= length <= 3 for length in lengths)
+    assert any(o.verify_rows > o.cycles and o.misses_per_verify_row > 0 for o in controller.seen)
+
+
+def test_a_recording_is_made_without_a_drafter(micro: GlmDsa, tmp_path: Path) -> None:
+    with (
+        make(micro, drafter="ngram") as engine,
+        pytest.raises(UserError, match="without a drafter"),
+    ):
+        Recorder(engine, tmp_path / "a.npz")
+
+
+class Tapping(Garbage):
+    name, taps = "tapping", (0, 2)
+
+    def context(self, taps: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        self.seen = taps.shape
+        return taps[:, 0, :1]
+
+
+def test_taps_are_the_layers_outputs(micro: GlmDsa) -> None:
+    drafter = Tapping()
+    run(micro, drafter=drafter)
+    assert drafter.seen[1:] == (2, 32)
+    with pytest.raises(UserError, match="reads layers, which this model does not show"):
+        make(ToyModel(), drafter=Tapping())
+
+
+@pytest.mark.parametrize(
+    ("drafter", "changes", "part"),
+    [
+        ("ngramm", {}, "did you mean 'ngram'"),
+        ("ngram", {"num_draft_tokens": 65}, "num_draft_tokens = 65"),
+        (Garbage(), {"num_draft_tokens": 4}, "proposes up to 3"),
+        (object(), {}, "should be a name or an object with propose"),
+        ("dspark:/nowhere", {}, "is no folder"),
+    ],
+)
+def test_drafters_that_cannot_be_had(
+    micro: GlmDsa, drafter: Any, changes: dict[str, Any], part: str
+) -> None:
+    with pytest.raises(UserError, match=part):
+        make(micro, drafter=drafter, **changes)
