@@ -64,9 +64,11 @@ class Engine:
             self.device,
             self.speculator.width if self.speculator else 0,
         )
-        if self.speculator is not None and self.config.verify_length == "scheduled":
-            wall = self.config.clock == "wall"
-            self.speculator.schedule = VerifySchedule(self.memory, self.speculator.width, wall)
+        if self.speculator is not None:
+            schedule, wall = None, self.config.clock == "wall"
+            if self.config.verify_length == "scheduled":
+                schedule = VerifySchedule(self.memory, self.speculator.width, wall)
+            self.speculator.attach(self.memory, schedule)
         self.scheduler = Scheduler(self.config.max_concurrency, self.config.prefill_chunk)
         self.requests: dict[int, Request] = {}
         self.totals = Metrics()

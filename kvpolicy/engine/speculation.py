@@ -20,6 +20,8 @@ from kvpolicy.engine.scheduler import Rows
 from kvpolicy.engine.verify_schedule import VerifySchedule
 from kvpolicy.errors import UserError, reason
 from kvpolicy.kernels.paging import upload
+from kvpolicy.memory.access import StepAccess
+from kvpolicy.memory.draft_ring import DraftRings
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.layout import RingShape
 from kvpolicy.memory.step import StepMemory
@@ -148,7 +150,12 @@ class Speculator:
         self.counts = Counts(self.width)
         self.cap = self.width
         self.schedule: VerifySchedule | None = None
+        self._rings: DraftRings | None = None
         self._model, self._rule, self._choose = model, rule, choose
+
+    def attach(self, memory: Hierarchy, schedule: VerifySchedule | None) -> None:
+        """Use the rings of this memory, and a schedule of lengths (None: all that is proposed)."""
+        self._rings, self.schedule = memory.tables.rings, schedule
 
     @property
     def ring(self) -> RingShape | None:
@@ -171,37 +178,50 @@ class Speculator:
         """Proposals for the next rows of decoding requests, and how much of them to verify."""
         started = time.perf_counter()
         device = memory.arena.device
-        held = [memory.requests[request.id] for request in requests]
-        limits = [
-            max(0, min(self.cap, request.tokens_left - 1, own.reserved - request.computed - 1))
-            for request, own in zip(requests, held, strict=True)
-        ]
+        limits = self.limits(requests, memory)
         rows = [
-            (own.seat, r.computed, r.token_at(r.computed))
-            for own, r in zip(held, requests, strict=True)
+            (memory.requests[r.id].seat, r.computed, r.token_at(r.computed), limit, r.id)
+            for r, limit in zip(requests, limits, strict=True)
         ]
-        seats, anchors, tokens = upload(list(zip(*rows, strict=True)), device)
+        columns = upload(list(zip(*rows, strict=True)), device)
+        seats, anchors, tokens, most, numbers = columns
         sampling = sampling_of(requests, device)
         proposal, lengths = None, [0] * len(requests)
         if self.active and max(limits):
-            proposal = self._propose(memory, seats, anchors, tokens, sampling)
+            proposal = self.propose(memory, seats, anchors, tokens, sampling)
         if proposal is None:
             proposal = Proposal(tokens.new_zeros((len(requests), 0)), OneHot())
         else:
-            good = usable(proposal, self._model.vocab)
-            proposal = made_safe(proposal, good)
-            found = torch.where(good, upload(limits, device), 0)
-            if self.schedule is not None:
-                numbers = upload([request.id for request in requests], device)
-                found = self.schedule.lengths(seats, numbers, found, proposal.confidence)
-            *lengths, fine = torch.cat([found, good.all()[None].long()]).tolist()
+            proposal, found, sound = self.lengths(proposal, seats, numbers, most)
+            *lengths, fine = torch.cat([found, sound.all()[None].long()]).tolist()
             if not fine:
-                self._failed("proposed tokens or probabilities that are none")
+                self.failed("proposed tokens or probabilities that are none")
         seconds = time.perf_counter() - started
         self.counts.draft_seconds += seconds
         return Drafts(tuple(requests), anchors, sampling, proposal, tuple(lengths), seats, seconds)
 
-    def _propose(
+    def limits(self, requests: Sequence[Request], memory: Hierarchy) -> list[int]:
+        """Most tokens to verify of each request: what it may still say, has room for, and a controller
+        allows; in some steps fewer, to learn what that costs."""
+        cap = self.cap if self.schedule is None else self.schedule.explored(self.cap)
+        return [
+            max(0, min(cap, r.tokens_left - 1, memory.requests[r.id].reserved - r.computed - 1))
+            for r in requests
+        ]
+
+    def lengths(
+        self, proposal: Proposal, seats: Tensor, numbers: Tensor, limits: Tensor
+    ) -> tuple[Proposal, Tensor, Tensor]:
+        """The proposal made safe, how much of it is verified (int64 [r]), and whether each request's was
+        sound (bool [r]). numbers: of the requests. limits: int64 [r]. Waits for nothing."""
+        sound = usable(proposal, self._model.vocab) | (limits == 0)
+        found = torch.where(sound, limits, 0).clamp_max(proposal.width)
+        proposal = made_safe(proposal, sound & (limits > 0))
+        if self.schedule is not None and proposal.width:
+            found = self.schedule.lengths(seats, numbers, found, proposal.confidence)
+        return proposal, found, sound
+
+    def propose(
         self,
         memory: Hierarchy,
         seats: Tensor,
@@ -209,8 +229,9 @@ class Speculator:
         tokens: Tensor,
         sampling: RowSampling,
     ) -> Proposal | None:
-        """None where the drafter failed."""
-        own, rings = self.drafter, memory.tables.rings
+        """The next K tokens of each request, None where the drafter failed. seats (-1: nobody), anchors,
+        tokens: int64 [r]."""
+        own, rings = self.drafter, self._rings
         if rings is None:
             context = torch.zeros((len(seats), own.window, 0), device=seats.device)
             where = seats.new_full((len(seats), own.window), -1)
@@ -222,14 +243,15 @@ class Speculator:
             )
             checked = check_shape(found, len(seats), own.tokens, self._model.vocab)
         except BadProposal as error:
-            self._failed(str(error))
+            self.failed(str(error))
         except Exception as error:
-            self._failed(reason(error))
+            self.failed(reason(error))
         else:
             return first_of(checked, self.width)
         return None
 
-    def _failed(self, what: str) -> None:
+    def failed(self, what: str) -> None:
+        """Note that the drafter did something that is of no use."""
         self.counts.failures += 1
         log.warning("drafter %r: %s; nothing is speculated", self.drafter.name, what)
         if not self.active:
@@ -239,7 +261,7 @@ class Speculator:
 
     # --- in the step -----------------------------------------------------------------------------
 
-    def forward(self, tokens: Tensor, memory: StepMemory, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, memory: StepAccess, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [m, V] of the wanted rows, and what the drafter reads of every row."""
         taps = self.drafter.taps
         if taps:
@@ -256,34 +278,67 @@ class Speculator:
         for length in lengths:
             rows += [start + min(i, length) for i in range(width + 1)]
             start += 1 + length
-        finite = torch.isfinite(logits).all(dim=1, keepdim=True)
-        answers = torch.where(finite, logits, 0.0)[upload(rows, logits.device)]
-        accepted, last = accept(
-            answers.view(len(lengths), width + 1, -1),
-            drafts.proposal,
-            upload(lengths, logits.device),
-            drafts.sampling,
-            drafts.anchors,
-            self._rule,
-            self._choose,
+        answers = logits[upload(rows, logits.device)].view(len(lengths), width + 1, -1)
+        verified = upload(lengths, logits.device)
+        accepted, last = self.accepted(
+            answers, drafts.proposal, verified, drafts.sampling, drafts.anchors, True
         )
         kept = torch.cat([accepted[:, None], last[:, None], drafts.proposal.tokens], dim=1).tolist()
         for length, (count, *_) in zip(lengths, kept, strict=True):
             self.counts.note(width, length, count)
-        if self.schedule is not None and width:
-            self.schedule.note(drafts.seats, upload(lengths, logits.device), accepted)
+        self.learn(drafts.seats, verified, accepted, width > 0)
         return Verdict(
             tuple(count for count, *_ in kept),
             tuple((*proposed[:count], token) for count, token, *proposed in kept),
         )
 
+    def accepted(
+        self,
+        logits: Tensor,
+        proposal: Proposal,
+        lengths: Tensor,
+        sampling: RowSampling,
+        anchors: Tensor,
+        sampled: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """See ``kvpolicy.speculative.acceptance.accept``; rows of logits that are no numbers count as
+        zeros. sampled: not all requests are greedy (which agree under every rule)."""
+        finite = torch.isfinite(logits).all(dim=-1, keepdim=True)
+        rule = self._rule if sampled else Rule.COUPLED
+        answers = torch.where(finite, logits, 0.0)
+        return accept(answers, proposal, lengths, sampling, anchors, rule, self._choose)
+
     # --- behind the step -------------------------------------------------------------------------
 
-    def timed(self, drafts: Drafts, rows: int, seconds: float) -> None:
-        """A step with these drafts has taken so long, drafting not counted."""
-        self.counts.verify_seconds += seconds
-        if self.schedule is not None and drafts.proposal.width:
-            self.schedule.timed(len(drafts.requests), rows, drafts.seconds, seconds)
+    def learn(self, seats: Tensor, lengths: Tensor, accepted: Tensor, drafted: bool) -> None:
+        """Tell the schedule what came of its lengths. Waits for nothing."""
+        if self.schedule is not None and drafted:
+            self.schedule.note(seats, lengths, accepted)
+
+    def timed(self, requests: int, rows: int, draft: float, verify: float, drafted: bool) -> None:
+        """A step of so many requests and verify rows has taken so many seconds."""
+        self.counts.verify_seconds += verify
+        if self.schedule is not None:
+            self.schedule.timed(requests if drafted else 0, rows, draft, verify)
+
+    def keep_rows(
+        self,
+        taps: Tensor,
+        seats: Tensor,
+        positions: Tensor,
+        stays: Tensor,
+        accepted: Tensor,
+        q: int,
+    ) -> None:
+        """As :meth:`keep`, for q rows of each request and masks of the device. stays: bool [p * q], rows that
+        are committed. accepted: int64 [p]."""
+        rings = self._rings
+        if rings is None or not self.active:
+            return
+        if q > rings.rows:  # of rows that share a slot the last one
+            row = torch.arange(q, device=taps.device)
+            stays = stays & (row > accepted[:, None] - rings.rows).flatten()
+        rings.write(seats, positions, self._context(taps, positions), stays)
 
     def keep(
         self,
@@ -295,7 +350,7 @@ class Speculator:
         """Give the rings what the drafter keeps of committed rows: all that is accepted, of prompts the
         last ones. taps: float32 [n, m, hidden], of every row of the step. requests, counts: of each
         segment, whose it is and how many of its rows are committed."""
-        rings = memory.tables.rings
+        rings = self._rings
         if rings is None or not self.active:
             return
         rows: list[int] = []
@@ -308,14 +363,31 @@ class Speculator:
             return
         index = upload(rows, taps.device)
         seats, positions = memory.seats[index], memory.positions[index]
+        kept = self._context(taps[index], positions)
+        rings.write(seats, positions, kept, torch.ones_like(seats, dtype=torch.bool))
+
+    def _context(self, taps: Tensor, positions: Tensor) -> Tensor:
+        """What the drafter keeps of rows: float32 [n, width], zeros where it failed."""
+        shape = (len(positions), self.drafter.ring_width)
         try:
-            kept = self.drafter.context(taps[index], positions)
-            if kept.shape != (len(rows), self.drafter.ring_width):
+            kept = self.drafter.context(taps, positions)
+            if kept.shape != shape:
                 raise BadProposal(f"context() gave {list(kept.shape)}")
+            return kept.float()
         except Exception as error:
-            self._failed(reason(error))
-            kept = torch.zeros((len(rows), self.drafter.ring_width), device=taps.device)
-        rings.write(seats, positions, kept.float(), torch.ones_like(seats, dtype=torch.bool))
+            self.failed(reason(error))
+            return torch.zeros(shape, device=taps.device)
+
+    def placed(
+        self, places: dict[tuple[int, int], Proposal], key: tuple[int, int], proposal: Proposal
+    ) -> Proposal:
+        """The proposal's tokens at a place that stays, for a captured graph. A law has none: such a drafter
+        counts as certain of its tokens, which keeps the target's law."""
+        place = places.get(key)
+        if place is None:
+            place = places[key] = Proposal(proposal.tokens.clone(), OneHot())
+        place.tokens.copy_(proposal.tokens)
+        return place
 
 
 def first_of(proposal: Proposal, width: int) -> Proposal:

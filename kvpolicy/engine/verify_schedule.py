@@ -7,7 +7,6 @@ Where steps are the clock a step costs one whatever it computes, so that a run r
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kvpolicy.memory.hierarchy import Hierarchy
@@ -47,9 +46,13 @@ class VerifySchedule:
         """Verified tokens of each request: int64 [r]. seats, numbers: of the requests, int64 [r]; limits:
         most tokens of each, int64 [r]; confidence: of their proposals, or None."""
         self._fetched = self._counts[seats, _BYTES]
-        if self._wall and self._steps % EXPLORE == EXPLORE - 1:
-            return limits.clamp_max(self._steps // EXPLORE % (self._width + 1))
         return self._scheduler.lengths(seats, numbers, limits, confidence)
+
+    def explored(self, cap: int) -> int:
+        """Most tokens to verify in the next step: the cap, in one of EXPLORE steps another number."""
+        if self._wall and self._steps % EXPLORE == EXPLORE - 1:
+            return min(cap, self._steps // EXPLORE % (self._width + 1))
+        return cap
 
     def note(self, seats: Tensor, lengths: Tensor, accepted: Tensor) -> None:
         """What the step brought: int64 [r] each."""
@@ -58,13 +61,18 @@ class VerifySchedule:
         self._scheduler.note(seats, lengths, accepted, misses.long())
 
     def timed(self, requests: int, rows: int, draft: float, verify: float) -> None:
-        """Seconds that a step has taken, for ``requests`` and their ``rows`` verify rows."""
+        """Seconds that a step has taken: to draft for ``requests`` (0: nobody), and for ``rows`` rows."""
         self._steps += 1
         if not self._wall:
             return
         for means, size, seconds in ((self._draft, requests, draft), (self._verify, rows, verify)):
-            old = means.get(size, seconds)
-            means[size] = old + NEW * (max(seconds, 1e-9) - old)
+            if size:
+                old = means.get(size, seconds)
+                means[size] = old + NEW * (max(seconds, 1e-9) - old)
         if self._steps % EVERY == 0:
-            self.costs.set_draft(self._draft)
-            self.costs.set_verify(self._verify)
+            for means, put in (
+                (self._draft, self.costs.set_draft),
+                (self._verify, self.costs.set_verify),
+            ):
+                if means:
+                    put(means)

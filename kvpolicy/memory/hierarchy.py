@@ -27,6 +27,7 @@ from kvpolicy.memory.segments import Segment
 from kvpolicy.memory.step import StepMemory
 from kvpolicy.memory.tables import SharedTables, make_tables
 from kvpolicy.memory.usage import MemoryUsage, all_floors, measure
+from kvpolicy.memory.verify import VerifyRows, VerifyStep
 
 
 class Hierarchy:
@@ -284,23 +285,38 @@ class Hierarchy:
             segments,
         )
 
-    def decoding(self, request_id: int) -> RequestMemory:
-        """A request that may decode one more row: IntegrityError without room for it."""
+    def verify_step(self, rows: VerifyRows, most_tokens: int) -> VerifyStep:
+        """A step of some rows per request; see VerifyStep."""
+        return VerifyStep(
+            self.layout,
+            self._tables,
+            self._stores,
+            self.ops,
+            RULES[self.rule.eviction],
+            self.rule.admit_newest,
+            rows,
+            most_tokens,
+        )
+
+    def decoding(self, request_id: int, rows: int = 1) -> RequestMemory:
+        """A request that may decode so many more rows: IntegrityError without room for them."""
         request = self.requests[request_id]
-        if request.committed + 1 > request.reserved:
+        if request.committed + rows > request.reserved:
             raise IntegrityError(
                 f"request {request_id} has no room beyond {request.reserved} tokens"
             )
         return request
 
-    def advance(self, requests: Sequence[RequestMemory], step: int) -> None:
-        """Each of these requests has committed one row in a decode step."""
-        for request in requests:
+    def advance(
+        self, requests: Sequence[RequestMemory], step: int, rows: Sequence[int] | None = None
+    ) -> None:
+        """Each of these requests has committed one row in a decode step, or as many as ``rows`` says."""
+        for request, count in zip(requests, rows or [1] * len(requests), strict=True):
             for store in self.layout.stores:
-                done = (request.committed + 1) % store.store.tokens_per_entry == 0
-                if done:
-                    self.counters.device_to_host_bytes += store.record.bytes + store.key.bytes
-            request.advance(1, step, decode=True)
+                entries = store.store.entries
+                done = entries(request.committed + count) - entries(request.committed)
+                self.counters.device_to_host_bytes += done * (store.record.bytes + store.key.bytes)
+            request.advance(count, step, decode=True)
 
     # --- budgets ---------------------------------------------------------------------------------
 
