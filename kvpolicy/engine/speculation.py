@@ -254,7 +254,7 @@ class Speculator:
         """Note that the drafter did something that is of no use."""
         self.counts.failures += 1
         log.warning("drafter %r: %s; nothing is speculated", self.drafter.name, what)
-        if not self.active:
+        if self.counts.failures == FAILURES:
             log.error(
                 "drafter %r failed %d times: it is not asked again", self.drafter.name, FAILURES
             )

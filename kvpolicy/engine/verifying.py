@@ -156,9 +156,13 @@ class VerifyDecoder:
         self._upload(inputs, rows, step)
         most = max(r.computed + 1 + limit for r, limit in zip(requests, limits, strict=True))
         sampled = any(request.params.temperature > 0.0 for request in requests)
+        failures = speculator.counts.failures
         found = self._step(inputs, q, most, sampled)
-        kept, logits = ToHost(found.kept), ToHost(found.logits[: len(rows) * q])
-        answer = self._read(requests, q, kept.read()[: len(rows)].tolist(), logits)
+        sent, logits = ToHost(found.kept), ToHost(found.logits[: len(rows) * q])
+        kept = sent.read()[: len(rows)].tolist()
+        if not all(row[3] for row in kept) and failures == speculator.counts.failures:
+            speculator.failed("proposed tokens or probabilities that are none")
+        answer = self._read(requests, q, kept, logits)
         self.memory.advance(held, step, answer.counts)
         speculator.timed(len(rows), len(rows) * q, 0.0, time.perf_counter() - started, q > 1)
         return answer
@@ -167,15 +171,13 @@ class VerifyDecoder:
         self, requests: Sequence[Request], q: int, kept: list[list[int]], logits: ToHost
     ) -> Answer:
         counts, tokens = [], []
-        for i, (request, (accepted, last, length, sound, *drafted)) in enumerate(
+        for i, (request, (accepted, last, length, _, *drafted)) in enumerate(
             zip(requests, kept, strict=True)
         ):
             self.speculator.counts.note(q - 1, length, accepted)
             counts.append(accepted + 1)
             found = [*drafted[:accepted], last]
             tokens += [(request, token, i * q + j) for j, token in enumerate(found)]
-            if not sound:
-                self.speculator.failed("proposed tokens or probabilities that are none")
         return Answer(tuple(counts), tuple(tokens), logits)
 
     def _step(self, inputs: VerifyInputs, q: int, most: int, sampled: bool) -> _Found:
