@@ -97,7 +97,7 @@ def prepare(x: Tensor, gain: Tensor, like: Tensor) -> Tensor:
 
 def kernels_of(z: Tensor, base: Tensor, projection: Tensor) -> Tensor:
     """Convolution kernels [N, 2, taps, groups, d/groups] of rows [N, d]."""
-    sides, taps, hidden = base.shape
+    sides, taps, _ = base.shape
     delta = F.linear(z, projection).view(z.shape[0], sides, taps, -1, 1)
     return base.view(sides, taps, delta.shape[3], -1) + delta
 
@@ -228,7 +228,11 @@ def hidden_states(
     x = torch.cat([first[:, None], rest], 1).flatten(0, 1)
     for number in range(cfg.layers):
         w = {n.removeprefix(f"layers.{number}."): p for n, p in params.items()}
-        kv = w["self_attn.k_proj.weight"], w["self_attn.v_proj.weight"], w["self_attn.k_norm.weight"]
+        kv = (
+            w["self_attn.k_proj.weight"],
+            w["self_attn.v_proj.weight"],
+            w["self_attn.k_norm.weight"],
+        )
         past = tuple(windows(t, grid, batch) for t in keys_values(fused, *kv, *there))
 
         def attention(z: Tensor, w: Params = w, kv: tuple = kv, past: tuple = past) -> Tensor:

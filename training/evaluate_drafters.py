@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -106,7 +107,9 @@ def look(drafter: Blockwise, hidden: Tensor, logits: Tensor, text: Tensor, law: 
             theirs = law[:, k].gather(1, ids[:, k])
             overlap.append(torch.minimum(softmax(scores), theirs).sum(-1))
         recall = (ids == text[:, 1:, None]).any(-1).float().mean(0)
-        return Drafted(torch.stack(drafted[1:], 1), body, torch.stack(overlap, 1), None, None, recall)
+        return Drafted(
+            torch.stack(drafted[1:], 1), body, torch.stack(overlap, 1), None, None, recall
+        )
     if isinstance(drafter, DSpark):
         for k in range(drafter.tokens):
             for which, previous in enumerate((drafted[-1], true[:, k])):
@@ -169,7 +172,7 @@ def walk(found: Found, accepted: np.ndarray, first: int) -> tuple[float, np.ndar
 def conditional(lengths: np.ndarray, tokens: int) -> list[float]:
     """P(token k accepted | those before it were)."""
     reached = [(lengths >= k).sum() for k in range(tokens + 1)]
-    return [round(float(b / max(a, 1)), 3) for a, b in zip(reached, reached[1:], strict=False)]
+    return [round(float(b / max(a, 1)), 3) for a, b in pairwise(reached)]
 
 
 def calibration_error(predicted: np.ndarray, observed: np.ndarray) -> float:

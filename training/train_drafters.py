@@ -64,9 +64,7 @@ class Learner:
 
     def loss(self, batch: Batch, share: Tensor) -> tuple[Tensor, Tensor]:
         """(loss, statistics [2])."""
-        cast = {
-            n: p.to(batch.taps.dtype) if p.dim() == 2 else p for n, p in self.params.items()
-        }
+        cast = {n: p.to(batch.taps.dtype) if p.dim() == 2 else p for n, p in self.params.items()}
         h = hidden_states(cast, self.cfg, batch.taps, batch.first, batch.phase, batch.sequences)
         return draft_losses.loss_of(
             cast, self.cfg, h.flatten(0, 1), batch.head, batch.law, batch.tokens, batch.valid, share
@@ -202,9 +200,7 @@ class Clock:
         return max(step / self.args.steps, self.spent / self.args.max_seconds)
 
 
-def log(
-    trainer: Trainer, step: int, since: int, clock: Clock, path: Path, seconds: float
-) -> str:
+def log(trainer: Trainer, step: int, since: int, clock: Clock, path: Path, seconds: float) -> str:
     """Write one JSON line of means since the last; return a note for the bar."""
     line: dict[str, object] = {
         "step": step, "seconds": round(clock.spent, 1), "share": round(trainer.share.item(), 3),

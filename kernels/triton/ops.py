@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..draft_attention import draft_attention
 from .. import latents
 from ..backend import TRITON
 from ..elementwise import swiglu
 from ..indexer import KeyPages
 from ..latents import LatentNorms, Primitives
 from ..packing import Packed
+from .draft_attention import draft_attention
 from .index_scores import index_scores
 from .indexer import index_top_k
 from .linear import head_linear, linear

@@ -24,8 +24,10 @@ def small_config(method: str, **changes: Any) -> DrafterConfig:
     config = DrafterConfig(
         method=method, hidden=32, vocab=264, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48,
         taps=(0, 1), block=4 if shift else 5, window=12, max_positions=512, mask_token=259, shift=shift,
-        rank=0 if method == "dflash" else 8, candidates=5, conv_group=8, confidence=shift,
+        rank=0 if method == "dflash" else 8, confidence=shift,
     )  # fmt: skip
+    if method == "dflash2":
+        config = replace(config, candidates=5, conv_group=8)
     return replace(config, **changes)
 
 

@@ -21,7 +21,7 @@ class GroupedConvolution:
 
     def kernels(self, normed: Tensor, ops: Ops) -> Tensor:
         """The kernels of each row: float32 [n, 2, taps, hidden]. normed: narrow [n, hidden]."""
-        sides, taps, hidden = self.base.shape
+        sides, taps, _ = self.base.shape
         (shift,) = ops.products(normed, self.projection)
         shift = shift.view(normed.shape[0], sides, taps, -1, 1)
         groups = shift.shape[3]
