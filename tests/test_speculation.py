@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from drafters import Garbage, Scripted
-from micro import micro_model
+from micro import micro_model, write_checkpoint
 from torch import Tensor
 from toy_model import ToyModel
 
@@ -23,7 +23,7 @@ from kvpolicy.memory.layout import Layout, RingShape
 from kvpolicy.memory.step import StepMemory
 from kvpolicy.memory.verify import VerifyRows, VerifyStep
 from kvpolicy.models.glm_dsa import GlmDsa
-from kvpolicy.models.loader import DecodeModel
+from kvpolicy.models.loader import DecodeModel, load_model
 from kvpolicy.recording.recorder import Recorder
 
 PROMPTS = [b"def f(x):\n    return x + 1\n" * 3, b"z" * 20]
@@ -247,12 +247,36 @@ def test_a_step_that_the_host_shapes_says_the_same(
     assert found == plain[SAMPLED] and metrics["request_waves"] > 0
 
 
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_triton_kernels_verify_alike(
+    tmp_path: Path, device: torch.device, params: SamplingParams
+) -> None:
+    """Both kinds of step, against the same kernels without a drafter: tokens, logits, rows fetched."""
+    prompts, params = (
+        [b"def f(x):\n", bytes(range(30))],
+        params.model_copy(update={"max_new_tokens": 6}),
+    )
+    model = load_model(str(write_checkpoint(tmp_path)), device, "triton")
+    values = {"device": device.type, "backend": "triton", "validate": False, "prefill_chunk": 64}
+    with make(model, **values) as engine:
+        plain = engine.generate(prompts, params)
+    drafter = Scripted(
+        [[*prompt, *output.tokens] for prompt, output in zip(prompts, plain, strict=True)], wrong=3
+    )
+    values |= {"drafter": drafter, "verification": "coupled"}
+    for staging in (16, None):
+        with make(model, staging_rows=staging, **values) as engine:
+            assert engine.generate(prompts, params) == plain
+            metrics = engine.metrics()
+            assert metrics["accepted_length"] > 1 and not metrics["speculation"]["drafter_failures"]
+
+
 # --- memory ---------------------------------------------------------------------------------------
 
 
 def test_staging_and_rings_do_not_grow_with_layers_or_context(tmp_path: Path) -> None:
     """Staging of 8 and of 32 layers, each a store of its own; rings of a short and a long request."""
-    from micro import CONFIG, write_checkpoint
+    from micro import CONFIG
 
     staging, rings = [], []
     for layers in (8, 32):

@@ -73,10 +73,11 @@ class _Key:
 @dataclass(slots=True)
 class _Found:
     """Outputs of a step. kept: int64 [p, 4 + K'], (accepted, next token, length, sound, tokens). logits:
-    float32 [p * q, V]."""
+    float32 [p * q, V]. keep: what :meth:`Speculator.keep_rows` is to be told."""
 
     kept: Tensor
     logits: Tensor
+    keep: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +194,8 @@ class VerifyDecoder:
         key = _Key(inputs.size, q, min(room, limit), self.memory.rule, sampled)
         graph, found = self._programs.get(key) or self._captured(key, inputs, proposal)
         graph.replay()
+        if not self._inside:
+            self.speculator.keep_rows(*found.keep)
         return found
 
     def _draft(self, inputs: VerifyInputs, q: int) -> Proposal:
@@ -233,9 +236,11 @@ class VerifyDecoder:
         memory.commit_accepted(accepted)
         speculator.learn(inputs.seat, lengths, accepted, q > 1)
         stays = rows.alive & (rows.row <= accepted[:, None]).flatten()
-        speculator.keep_rows(taps, rows.row_seat, rows.position, stays, accepted, q)
+        keep = (taps, rows.row_seat, rows.position, stays, accepted, q)
+        if self._inside or not self.capture:
+            speculator.keep_rows(*keep)
         numbers = torch.stack([accepted, last, lengths, sound.long()], dim=1)
-        return _Found(torch.cat([numbers, drafted.tokens], dim=1), logits)
+        return _Found(torch.cat([numbers, drafted.tokens], dim=1), logits, keep)
 
     # --- inputs and graphs -----------------------------------------------------------------------
 
