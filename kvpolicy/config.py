@@ -18,7 +18,7 @@ from pydantic import (
 
 from kvpolicy import evictions
 from kvpolicy.errors import UserError, unknown_name
-from kvpolicy.memory.rule import Eviction
+from kvpolicy.memory.rule import Admission, Eviction
 from kvpolicy.yaml_values import read_yaml
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class EngineConfig(Settings):
     controller: SkipValidation[ControllerLike] = "hisparse"
     controller_isolation: Literal["auto", "thread"] = "auto"
     eviction: Eviction | None = None
-    admission: Literal["all", "accepted"] | None = None
+    admission: Admission | None = None
     drafter: SkipValidation[Any] = "none"
     num_draft_tokens: int | None = Field(default=None, ge=1, le=64)
     verification: Literal["standard", "block", "coupled"] = "standard"

@@ -19,6 +19,7 @@ from kvpolicy.engine.request import RequestOutput
 from kvpolicy.engine.speculation import FAILURES
 from kvpolicy.geometry.geometry import Selector
 from kvpolicy.kernels.paging import scatter
+from kvpolicy.kernels.resolve import CacheTables
 from kvpolicy.memory.layout import Layout, RingShape
 from kvpolicy.memory.step import StepMemory
 from kvpolicy.memory.verify import VerifyRows, VerifyStep
@@ -235,6 +236,61 @@ def test_each_step_fetches_the_union_once(
         watch(engine, path, check, lambda requests: None)
         engine.generate(PROMPTS, GREEDY)
         assert steps > 5
+
+
+@BOTH
+@pytest.mark.parametrize("admission", ["all", "accepted"])
+def test_what_only_rejected_rows_wanted_goes_first(
+    micro: GlmDsa, plain: dict[SamplingParams, list[RequestOutput]], path: str, admission: str
+) -> None:
+    """After a step with ``accepted`` a record that it fetched has the oldest stamp if no kept row wanted it,
+    and the step's stamp if one did."""
+    drafter = scripted(plain[GREEDY], tokens=7, wrong=3)
+    values = {
+        "drafter": drafter,
+        "admission": admission,
+        "controller": "static:device_buffer_rows=64",
+    }
+    with make(micro, **values) as engine:
+        stores, found = engine.memory.tables.stores, {"demoted": 0, "kept": 0}
+        before: list[tuple[CacheTables, int, set[int], Tensor, int]] = []
+
+        def note(
+            requests: list[tuple[int, int, int, int]], selection: Callable[[Selector], Tensor]
+        ) -> None:
+            before.clear()
+            for selector in engine.memory.layout.geometry.selectors:
+                cache = stores[engine.memory.layout.of(selector).index].cache
+                for seat, start, count, position in requests:
+                    if seat >= 0:
+                        rows = selection(selector)[start : start + count]
+                        state = cache.state(seat)
+                        slots = torch.arange(state.used)
+                        new = state.stamp.get(slots) == 2 * engine.steps
+                        fetched = state.entry_of.get(slots[new]).tolist()
+                        before.append((cache, seat, set(fetched), rows, position))
+
+        def check(requests: list[tuple[int, int, int, int]]) -> None:
+            kept = {seat: count for seat, _, count, _ in requests}
+            for cache, seat, fetched, rows, position in before:
+                wanted = set(rows[: kept[seat]].flatten().tolist())
+                state = cache.state(seat)
+                slots = torch.arange(state.used)
+                stamps = dict(
+                    zip(
+                        *(state.entry_of.get(slots).tolist(), state.stamp.get(slots).tolist()),
+                        strict=True,
+                    )
+                )
+                for entry in fetched & stamps.keys():
+                    assert entry < position
+                    gone = entry not in wanted and admission == "accepted"
+                    assert stamps[entry] == (0 if gone else 2 * engine.steps)
+                    found["demoted" if entry not in wanted else "kept"] += 1
+
+        watch(engine, path, note, check)
+        assert engine.generate(PROMPTS, GREEDY) == plain[GREEDY]
+        assert all(count > 1 for count in found.values()), found
 
 
 def test_a_step_that_the_host_shapes_says_the_same(

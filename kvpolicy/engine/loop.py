@@ -19,7 +19,7 @@ from kvpolicy.engine.speculation import Counts
 from kvpolicy.memory.counters import Counted, RetrievalCounters
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.layout import Layout
-from kvpolicy.memory.rule import CacheRule, Eviction
+from kvpolicy.memory.rule import Admission, CacheRule, Eviction
 from kvpolicy.telemetry.slo import Slo
 
 
@@ -81,7 +81,7 @@ class ControlLoop:
     """Observes, asks the :class:`Decider`, applies.
 
     deadline: seconds a decision may take, 0 for none. decision_log: a file that every decision is
-    appended to, None for none. isolate: with a deadline, foreign code that a spec names gets a process.
+    appended to, None for none. admission: None leaves it to the controller's rule. isolate: with a deadline, foreign code that a spec names gets a process.
     """
 
     def __init__(
@@ -93,7 +93,9 @@ class ControlLoop:
         deadline: float = 0.0,
         decision_log: str | None = None,
         isolate: bool = True,
+        admission: Admission | None = None,
     ) -> None:
+        self._admission = admission
         self.interval = interval
         self._deadline = deadline
         self._isolate = isolate and SUPPORTED and deadline > 0
@@ -142,6 +144,8 @@ class ControlLoop:
         initial, rule = initial_rows(controller, self.stores), cache_rule(controller)
         if eviction is not None:
             rule = replace(rule, eviction=eviction)
+        if self._admission is not None:
+            rule = replace(rule, admission=self._admission)
         return controller, initial, rule
 
     def _make(self, spec: ControllerLike) -> Controller:

@@ -54,6 +54,7 @@ def make_control(config: EngineConfig, layout: Layout) -> ControlLoop:
         deadline=0.0 if config.clock == "steps" else config.decision_deadline_ms / 1e3,
         decision_log=config.decision_log,
         isolate=config.controller_isolation == "auto",
+        admission=config.admission,
     )
 
 

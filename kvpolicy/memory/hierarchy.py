@@ -14,7 +14,7 @@ from kvpolicy.memory import accounting
 from kvpolicy.memory.accounting import Reserve, mib
 from kvpolicy.memory.arena import Arena
 from kvpolicy.memory.calibration import calibrate
-from kvpolicy.memory.commit import Accepted, Committer
+from kvpolicy.memory.commit import Committer
 from kvpolicy.memory.counters import Counted, MemoryCounters
 from kvpolicy.memory.cuts import Cut, Holding, cuts_for, cuts_of_full
 from kvpolicy.memory.decode import DecodeInputs, DecodeStep
@@ -23,7 +23,7 @@ from kvpolicy.memory.layout import Layout, StoreLayout
 from kvpolicy.memory.mover import Mover
 from kvpolicy.memory.request import GROWTH_TOKENS, RequestMemory
 from kvpolicy.memory.rule import CacheRule
-from kvpolicy.memory.segments import Segment
+from kvpolicy.memory.segments import Accepted, Segment
 from kvpolicy.memory.step import StepMemory
 from kvpolicy.memory.tables import SharedTables, make_tables
 from kvpolicy.memory.usage import MemoryUsage, all_floors, measure
@@ -256,6 +256,8 @@ class Hierarchy:
                 )
             kept.append(Accepted(request, segment, count))
         rule = RULES[self.rule.eviction]
+        if self.rule.admission == "accepted":
+            step.demote(self._stores, kept)
         self._committer.commit(step, kept, rule, self.rule.admit_newest)
         step.note_accepted(accepted)
         for one in kept:
@@ -296,6 +298,7 @@ class Hierarchy:
             self.rule.admit_newest,
             rows,
             most_tokens,
+            self.rule.admission,
         )
 
     def decoding(self, request_id: int, rows: int = 1) -> RequestMemory:

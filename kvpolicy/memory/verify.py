@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from kvpolicy.geometry.geometry import Selector
+from kvpolicy.kernels.demote import demote
 from kvpolicy.kernels.eviction import EvictionRule
 from kvpolicy.kernels.memory_ops import MemoryOps
 from kvpolicy.kernels.retrieve import DecodeRows, StoreMemory
 from kvpolicy.memory.decode import NOBODY, DecodeInputs, DecodeStep
 from kvpolicy.memory.layout import Layout
+from kvpolicy.memory.rule import Admission
 from kvpolicy.memory.tables import SharedTables
 
 
@@ -55,9 +57,10 @@ class VerifyStep(DecodeStep):
         evict: bool,
         rows: VerifyRows,
         most_tokens: int,
+        admission: Admission,
     ) -> None:
         super().__init__(layout, tables, stores, ops, rule, evict, rows.inputs(), most_tokens)
-        self.verified = rows
+        self.verified, self._admission = rows, admission
         live = rows.seat != NOBODY
         self._rows = DecodeRows(rows.seat, rows.anchor, rows.step, live, rows.q)
 
@@ -71,6 +74,8 @@ class VerifyStep(DecodeStep):
         the hot cache. The others were never there."""
         rows = self.verified
         count = torch.where(rows.seat != NOBODY, accepted + 1, 0)
+        if self._admission == "accepted" and rows.q > 1:
+            self._demote(accepted)
         for store in self._stores:
             self._ops.publish(store, self._rows, count, self._rule, self._evict)
         last = torch.arange(rows.seat.shape[0], device=count.device) * rows.q + accepted
@@ -79,3 +84,14 @@ class VerifyStep(DecodeStep):
             if chosen is not None:
                 tables = self._tables_of(self.layout.of(selector))
                 tables.note_selected(selector, rows.seat, chosen[last])
+
+    def _demote(self, accepted: Tensor) -> None:
+        """What only rejected rows wanted goes first in the next step."""
+        rows = self.verified
+        committed = rows.anchor.repeat_interleave(rows.q)
+        kept = (rows.row <= accepted[:, None]).flatten()
+        for selector in self.layout.geometry.selectors:
+            chosen = self._selection.get(selector.name)
+            if chosen is not None:
+                store = self._stores[self.layout.of(selector).index]
+                demote(store, rows.row_seat, committed, kept, chosen, rows.step)
