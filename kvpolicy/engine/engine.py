@@ -189,9 +189,10 @@ class Engine:
     def prepare(self, sampled: bool = False) -> None:
         """Capture the CUDA graphs of every batch size now, so that no step has to wait for it (without
         graphs: nothing). sampled: for requests with a temperature too."""
-        if self.executor.decoder is not None:
-            for kind in (False, True)[: 1 + sampled]:
-                self.executor.decoder.prepare(self.model.geometry.max_context, kind)
+        for runs in (self.executor.decoder, self.executor.verifier):
+            if runs is not None:
+                for kind in (False, True)[: 1 + sampled]:
+                    runs.prepare(self.model.geometry.max_context, kind)
 
     # --- one step --------------------------------------------------------------------------------
 

@@ -242,6 +242,19 @@ class VerifyDecoder:
         numbers = torch.stack([accepted, last, lengths, sound.long()], dim=1)
         return _Found(torch.cat([numbers, drafted.tokens], dim=1), logits, keep)
 
+    def prepare(self, most_tokens: int, sampled: bool = False) -> None:
+        """Capture the graphs of every number of requests now, with and without proposals."""
+        size = 1
+        while self.capture:
+            inputs = self._inputs_of(size)
+            inputs.table.copy_(torch.tensor(inputs.numbers([], 0)))
+            for q in (1, 1 + self.speculator.width):
+                if self.memory.decodes_at_once(size * q):
+                    self._step(inputs, q, most_tokens, sampled)
+            if size >= self._most_rows:
+                return
+            size = min(2 * size, self._most_rows)
+
     # --- inputs and graphs -----------------------------------------------------------------------
 
     def _inputs_of(self, size: int) -> VerifyInputs:
