@@ -127,7 +127,8 @@ def card(
     return TEXT.format(
         title=TITLES[method], what=WHAT[method], size=f"{len(weights):,}",
         digest=hashlib.sha256(weights).hexdigest(), steps=last["step"], seconds=last["seconds"],
-        p=p, o=o, p_range=span(p), o_range=span(o), without=without, columns=row(list(range(1, count + 1)), 0), rule=" --- |" * count,
+        p=p, o=o, p_range=span(p), o_range=span(o), without=without,
+        columns=row(list(range(1, count + 1)), 0), rule=" --- |" * count,
         conditional=row(p["match_conditional"]), survival=row(p["match_survival"]),
         overlap=row(p["law_overlap"]), recall=recall,
         calibration=calibration_text(found.get("calibration")), limit=limit,

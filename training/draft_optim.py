@@ -10,13 +10,11 @@ from torch import Tensor
 MUON_LR, ADAM_LR = 4e-3, 3e-3
 # Tables of a token's own numbers: their gradients are sparse.
 TABLES = ("codebook", "markov_w1.weight", "markov_w2.weight")
-WARM_UP, PLATEAU_END, FINAL = 0.02, 0.40, 0.02
+WARM_STEPS, PLATEAU_END, FINAL = 100, 0.40, 0.02
 
 
 def schedule(u: float) -> float:
     """Learning-rate factor at the fraction u of the run."""
-    if u < WARM_UP:
-        return max(u, 1e-4) / WARM_UP
     if u < PLATEAU_END:
         return 1.0
     return max(FINAL, 1.0 - (1.0 - FINAL) * (u - PLATEAU_END) / (1.0 - PLATEAU_END))
@@ -48,7 +46,7 @@ class DraftOptimizer:
 
     def set_step(self, step: int, u: float) -> None:
         """Set the device scalars for the 0-based step, at the fraction u of the run."""
-        self.factor.fill_(schedule(u))
+        self.factor.fill_(schedule(u) * min(1.0, (step + 1) / WARM_STEPS))
         for i, beta in enumerate(ADAM_BETAS):
             self.correction[i].fill_(1.0 - beta ** (step + 1))
 

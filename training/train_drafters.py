@@ -135,7 +135,7 @@ class Trainer:
             learner.optimizer.set_step(step, u)
 
 
-def save_state(trainer: Trainer, step: int, spent: float, folder: Path) -> None:
+def save_state(trainer: Trainer, step: int, clock: Clock, folder: Path) -> None:
     """Write the state beside `folder`, then swap: a kill leaves the old or the new one."""
     new = folder.with_name(folder.name + ".new")
     shutil.rmtree(new, ignore_errors=True)
@@ -144,15 +144,17 @@ def save_state(trainer: Trainer, step: int, spent: float, folder: Path) -> None:
         kinds = {"params": learner.params, **learner.optimizer.tensors()}
         flat = {f"{k}/{n}": t.detach().cpu() for k, d in kinds.items() for n, t in d.items()}
         save_file(flat, new / f"{learner.cfg.method}.safetensors")
-    (new / "step.json").write_text(json.dumps({"step": step, "seconds": spent}))
+    (new / "step.json").write_text(
+        json.dumps({"step": step, "seconds": clock.spent, "origin": clock.origin})
+    )
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(new, folder)
 
 
-def load_state(trainer: Trainer, folder: Path) -> tuple[int, float]:
-    """Restore a state; return its step and seconds, (0, 0.0) where there is none."""
+def load_state(trainer: Trainer, folder: Path) -> tuple[int, float, float]:
+    """Restore a state; return its step, seconds and origin of the clock, zeros where there is none."""
     if not (folder / "step.json").exists():
-        return 0, 0.0
+        return 0, 0.0, 0.0
     with torch.no_grad():
         for learner in trainer.learners:
             kinds = {"params": learner.params, **learner.optimizer.tensors()}
@@ -160,7 +162,7 @@ def load_state(trainer: Trainer, folder: Path) -> tuple[int, float]:
                 kind, _, own = name.partition("/")
                 kinds[kind][own].copy_(value)
     record = json.loads((folder / "step.json").read_text())
-    return int(record["step"]), float(record["seconds"])
+    return int(record["step"]), float(record["seconds"]), float(record["origin"])
 
 
 def export(trainer: Trainer, out: Path) -> None:
@@ -184,11 +186,12 @@ def prepared(trainer: Trainer, graph: bool) -> Callable[[], None]:
 
 
 class Clock:
-    """How far the run is. seconds: spent in earlier invocations."""
+    """How far the run is. seconds: spent in earlier invocations; origin: when steps ran at full speed."""
 
-    def __init__(self, args: argparse.Namespace, seconds: float) -> None:
+    def __init__(self, args: argparse.Namespace, seconds: float, origin: float) -> None:
         """Start."""
-        self.args, self.before, self.begin = args, seconds, time.monotonic()
+        self.args, self.before, self.origin = args, seconds, origin
+        self.begin = time.monotonic()
 
     @property
     def spent(self) -> float:
@@ -197,7 +200,8 @@ class Clock:
 
     def fraction(self, step: int) -> float:
         """Of the run that is done: by steps or by time, whichever is more."""
-        return max(step / self.args.steps, self.spent / self.args.max_seconds)
+        by_time = (self.spent - self.origin) / (self.args.max_seconds - self.origin)
+        return max(step / self.args.steps, by_time)
 
 
 def log(trainer: Trainer, step: int, since: int, clock: Clock, path: Path, seconds: float) -> str:
@@ -228,8 +232,8 @@ def train(args: argparse.Namespace) -> None:
         layers.compile_all()
         draft_model.compile_all()
         draft_losses.compile_all()
-    step, seconds = load_state(trainer, args.state)
-    clock, run = Clock(args, seconds), trainer.step
+    step, seconds, origin = load_state(trainer, args.state)
+    clock, run = Clock(args, seconds, origin), trainer.step
     args.log.parent.mkdir(parents=True, exist_ok=True)
     columns = (*Progress.get_default_columns(), TextColumn("{task.fields[note]}"))
     first = since = step
@@ -239,6 +243,8 @@ def train(args: argparse.Namespace) -> None:
         while (u := clock.fraction(step)) < 1.0:
             if step == first + EAGER_STEPS:
                 run = prepared(trainer, args.graph)
+                if first == 0:  # compilation is no part of the schedule
+                    clock.origin = clock.spent
             trainer.load_batch(step, u)
             run()
             step += 1
@@ -252,10 +258,10 @@ def train(args: argparse.Namespace) -> None:
                 if not progress.console.is_terminal:
                     progress.console.print(f"{step} {clock.spent:.0f} s {note}", highlight=False)
                 if now - saved > args.save_seconds:
-                    save_state(trainer, step, clock.spent, args.state)
+                    save_state(trainer, step, clock, args.state)
                     export(trainer, args.out)
                     saved = time.monotonic()
-    save_state(trainer, step, clock.spent, args.state)
+    save_state(trainer, step, clock, args.state)
     export(trainer, args.out)
     print(f"{step} steps in {clock.spent:.0f} s")
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.models.glm_dsa import GlmDsa
+from kvpolicy.models.glm_weights import dtype_of
 from kvpolicy.speculative.drafters.blockwise import Blockwise
 from kvpolicy.speculative.drafters.checkpoint import KINDS, random_weights
 from kvpolicy.speculative.drafters.config import DrafterConfig
@@ -39,7 +40,12 @@ def weights_of(config: DrafterConfig, seed: int = 0) -> dict[str, Tensor]:
 def drafter_of(
     config: DrafterConfig, target: GlmDsa, weights: dict[str, Tensor] | None = None
 ) -> Blockwise:
-    return KINDS[config.method](config, weights or weights_of(config), target)
+    """On the target's device, in its dtype."""
+    own = {
+        name: x.to(target.device, dtype_of(tuple(x.shape), target.ops.dtype))
+        for name, x in (weights or weights_of(config)).items()
+    }
+    return KINDS[config.method](config, own, target)
 
 
 def sampling(count: int, temperature: float = 0.0, seed: int = 0) -> RowSampling:
