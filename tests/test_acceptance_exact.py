@@ -184,6 +184,16 @@ def test_how_many_tokens_are_kept(law: str) -> None:
         assert block > standard + 0.01
 
 
+def test_a_candidate_that_is_named_twice_counts_twice() -> None:
+    """Padding with an id that is there already, or a law in two parts."""
+    tokens, ids = torch.tensor([[2]]), torch.tensor([[[2, 0, 2]]])
+    drawn = torch.tensor([[[0.25, 0.5, 0.25]]])
+    assert rules.proposed_probability(tokens, ids, drawn).item() == 0.5
+    own = torch.tensor([[0.3, 0.3, 0.4]], dtype=torch.float64)
+    left = rules.excess(own, torch.ones(1, dtype=torch.float64), ids[:, 0], drawn[:, 0])
+    torch.testing.assert_close(left, torch.tensor([[0.0, 0.3, 0.0]], dtype=torch.float64))
+
+
 def test_equal_laws_keep_everything() -> None:
     """Also where the excess has no mass at all, and its quotient no value."""
     own = target_law(toy(4, 3), 1.0, 0, 1.0)[:2][None]

@@ -44,7 +44,7 @@ def _ratio(target, tokens, candidates, proposed, row, live, V, C, SPARSE: tl.con
         for c in range(C):
             same = tl.load(candidates + row * C + c, mask=live, other=-1) == token
             drawn = tl.load(proposed + row * C + c, mask=live, other=0.0).to(tl.float64)
-            chance = tl.maximum(chance, tl.where(same, drawn, 0.0))
+            chance += tl.where(same, drawn, 0.0)
     else:
         chance = tl.load(proposed + row * C + token, mask=live, other=0.0).to(tl.float64)
     return own / tl.maximum(chance, 6.223015277861142e-61)  # 2^-200
