@@ -81,7 +81,8 @@ class ControlLoop:
     """Observes, asks the :class:`Decider`, applies.
 
     deadline: seconds a decision may take, 0 for none. decision_log: a file that every decision is
-    appended to, None for none. admission: None leaves it to the controller's rule. isolate: with a deadline, foreign code that a spec names gets a process.
+    appended to, None for none. admission: None leaves it to the controller's rule. isolate: with a
+    deadline, foreign code that a spec names gets a process.
     """
 
     def __init__(
