@@ -303,7 +303,13 @@ def test_a_step_that_the_host_shapes_says_the_same(
     assert found == plain[SAMPLED] and metrics["request_waves"] > 0
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        pytest.param(GREEDY, id="greedy", marks=pytest.mark.full),
+        pytest.param(SAMPLED, id="sampled"),
+    ],
+)
 def test_triton_kernels_verify_alike(
     tmp_path: Path, device: torch.device, params: SamplingParams
 ) -> None:
@@ -317,7 +323,9 @@ def test_triton_kernels_verify_alike(
     with make(model, **values) as engine:
         plain = engine.generate(prompts, params)
     drafter = Scripted(
-        [[*prompt, *output.tokens] for prompt, output in zip(prompts, plain, strict=True)], wrong=3
+        [[*prompt, *output.tokens] for prompt, output in zip(prompts, plain, strict=True)],
+        tokens=2,
+        wrong=3,
     )
     values |= {"drafter": drafter, "verification": "coupled"}
     for staging in (16, None):
