@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from kvpolicy.memory.draft_ring import DraftRings
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.layout import RingShape
 from kvpolicy.memory.step import StepMemory
-from kvpolicy.models.loader import DecodeModel, TappedModel
+from kvpolicy.models.loader import DecodeModel, DeviceModel, TappedModel
 from kvpolicy.speculative.acceptance import Choose, Rule, accept
 from kvpolicy.speculative.checking import BadProposal, check_shape, made_safe, usable
 from kvpolicy.speculative.drafter import Drafter
@@ -269,7 +270,8 @@ class Speculator:
             logits, found = self._model.forward_with_taps(tokens, memory, wanted, taps)
             assert found is not None
             return logits, found
-        return self._model.forward(tokens, memory, wanted), tokens.float()[:, None, None]
+        model = cast(DeviceModel, self._model)  # one that is not only gets steps of the host
+        return model.forward(tokens, memory, wanted), tokens.float()[:, None, None]
 
     def verify(self, logits: Tensor, drafts: Drafts) -> Verdict:
         """Accept. logits: float32 [sum of (1 + length), V], request by request. Waits for the device."""

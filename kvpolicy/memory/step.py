@@ -137,7 +137,9 @@ class StepMemory(StepAccess):
         rejecting = [one for one in kept if one.segment.decode and one.count < one.segment.count]
         if not rejecting:
             return
-        rows, committed, stays = [], [], []
+        rows: list[int] = []
+        committed: list[int] = []
+        stays: list[int] = []
         for one in rejecting:
             own = one.segment
             rows += range(own.start, own.stop)
