@@ -26,6 +26,7 @@ from kvpolicy.memory.verify import VerifyRows, VerifyStep
 from kvpolicy.models.glm_dsa import GlmDsa
 from kvpolicy.models.loader import DecodeModel, load_model
 from kvpolicy.recording.recorder import Recorder
+from kvpolicy.speculative.proposal import Proposal
 
 PROMPTS = [b"def f(x):\n    return x + 1\n" * 3, b"z" * 20]
 GREEDY = SamplingParams(max_new_tokens=40)
@@ -62,9 +63,20 @@ def plain(micro: GlmDsa) -> dict[SamplingParams, list[RequestOutput]]:
     return {params: run(micro, params)[0] for params in (GREEDY, SAMPLED)}
 
 
-def scripted(outputs: list[RequestOutput], **changes: Any) -> Scripted:
+class Sure(Scripted):
+    """Sure of the first two tokens, and not at all of others."""
+
+    def propose(self, *arguments: Any) -> Proposal:
+        found = super().propose(*arguments)
+        sure = torch.tensor([0.9, 0.8, *[0.0] * (self.tokens - 2)])
+        return replace(found, confidence=sure.expand(found.tokens.shape))
+
+
+def scripted(
+    outputs: list[RequestOutput], kind: type[Scripted] = Scripted, **changes: Any
+) -> Scripted:
     texts = [[*prompt, *output.tokens] for prompt, output in zip(PROMPTS, outputs, strict=True)]
-    return Scripted(texts, **changes)
+    return kind(texts, **changes)
 
 
 @pytest.mark.parametrize("rule", ["standard", "block", "coupled"])
@@ -81,11 +93,14 @@ def test_greedy_output_is_that_without_a_drafter(
 def test_coupled_output_is_that_without_a_drafter(
     micro: GlmDsa, plain: dict[SamplingParams, list[RequestOutput]]
 ) -> None:
-    """At any length: a schedule may cut it."""
-    for length in ("full", "scheduled"):
-        drafter = scripted(plain[SAMPLED], tokens=5)
+    """At any length: a schedule may cut it, on the wall clock after what steps cost."""
+    for length, clock in (("full", "steps"), ("scheduled", "steps"), ("scheduled", "wall")):
+        drafter = scripted(plain[SAMPLED], kind=Sure, tokens=5)
         values = {"drafter": drafter, "verification": "coupled", "verify_length": length}
-        assert run(micro, SAMPLED, **values)[0] == plain[SAMPLED]
+        found, metrics = run(micro, SAMPLED, clock=clock, **values)
+        assert found == plain[SAMPLED] and not metrics["speculation"]["drafter_failures"]
+        verified = metrics["speculation"]["verified"]
+        assert verified[0] > 0 and (length == "full") == (verified[4] > 0.7 * verified[0])
 
 
 def test_a_stop_text_inside_an_accepted_prefix_ends_there(

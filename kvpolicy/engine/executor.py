@@ -207,8 +207,9 @@ class Executor:
             request.advance(count)
         if drafts:
             took = time.perf_counter() - started
-            drafted = drafts.proposal.width > 0
-            speculator.timed(len(decode), verified, drafts.seconds, took, drafted)
+            speculator.counts.verify_seconds += took
+            took, kept = took + drafts.seconds, counts[: len(decode)]
+            speculator.timed(drafts.proposal.width, verified, kept, took, ragged=True)
 
     def _chosen(self, requests: tuple[Request, ...], logits: Tensor) -> _Emitted:
         """Choose a token from each row of logits."""

@@ -203,8 +203,10 @@ class Speculator:
 
     def limits(self, requests: Sequence[Request], memory: Hierarchy) -> list[int]:
         """Most tokens to verify of each request: what it may still say, has room for, and a controller
-        allows; in some steps fewer, to learn what that costs."""
-        cap = self.cap if self.schedule is None else self.schedule.explored(self.cap)
+        allows, and the schedule's width."""
+        cap = self.cap
+        if self.schedule is not None:
+            cap = self.schedule.cap(len(requests), cap)
         return [
             max(0, min(cap, r.tokens_left - 1, memory.requests[r.id].reserved - r.computed - 1))
             for r in requests
@@ -317,11 +319,15 @@ class Speculator:
         if self.schedule is not None and drafted:
             self.schedule.note(seats, lengths, accepted)
 
-    def timed(self, requests: int, rows: int, draft: float, verify: float, drafted: bool) -> None:
-        """A step of so many requests and verify rows has taken so many seconds."""
-        self.counts.verify_seconds += verify
+    def timed(
+        self, width: int, rows: int, counts: Sequence[int], seconds: float, ragged: bool
+    ) -> None:
+        """A step has taken so many seconds, drafting included, see :meth:`VerifySchedule.timed`. counts: rows
+        that each request has committed."""
         if self.schedule is not None:
-            self.schedule.timed(requests if drafted else 0, rows, draft, verify)
+            if ragged:  # all is drafted, and cut
+                width = self.schedule.cap(len(counts), self.cap)
+            self.schedule.timed(len(counts), width, rows, sum(counts), seconds, ragged)
 
     def keep_rows(
         self,

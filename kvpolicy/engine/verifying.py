@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvpolicy.engine.decoding import SHORTEST, UPLOADS
 from kvpolicy.engine.request import Request
-from kvpolicy.engine.speculation import Speculator
+from kvpolicy.engine.speculation import Speculator, first_of
 from kvpolicy.memory.decode import NOBODY
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.rule import CacheRule
@@ -105,6 +105,8 @@ class VerifyDecoder:
         self.model, self.memory, self.speculator = model, memory, speculator
         self.capture = capture
         self._inside = capture and bool(getattr(speculator.drafter, "capturable", False))
+        # Few, since each is a graph: some of the proposed tokens, or all.
+        self._widths = tuple(dict.fromkeys((max(1, speculator.width // 2), speculator.width)))
         self._most_rows = most_rows
         self._device = memory.arena.device
         self._inputs: dict[int, VerifyInputs] = {}
@@ -127,9 +129,11 @@ class VerifyDecoder:
         return self.memory.decodes_at_once(self._size(len(requests)) * self.rows_of(requests))
 
     def rows_of(self, requests: Sequence[Request]) -> int:
-        """Rows of each request in the next step: 1 where nothing is to be verified, else 1 + K."""
+        """Rows of each request in the next step: 1 where nothing is to be verified, else 1 + K or half."""
         most = max(self.speculator.limits(requests, self.memory))
-        return 1 + self.speculator.width if most and self.speculator.active else 1
+        if not most or not self.speculator.active:
+            return 1
+        return 1 + min(width for width in self._widths if width >= most)
 
     def _size(self, rows: int) -> int:
         return min(1 << (rows - 1).bit_length(), self._most_rows) if self.capture else rows
@@ -165,7 +169,9 @@ class VerifyDecoder:
             speculator.failed("proposed tokens or probabilities that are none")
         answer = self._read(requests, q, kept, logits)
         self.memory.advance(held, step, answer.counts)
-        speculator.timed(len(rows), len(rows) * q, 0.0, time.perf_counter() - started, q > 1)
+        seconds = time.perf_counter() - started
+        speculator.counts.verify_seconds += seconds
+        speculator.timed(q - 1, len(rows) * q, answer.counts, seconds, ragged=False)
         return answer
 
     def _read(
@@ -205,7 +211,7 @@ class VerifyDecoder:
                 self.memory, inputs.seat, inputs.anchor, inputs.token, inputs.sampling
             )
             if found is not None:
-                return found
+                return first_of(found, q - 1)
         return Proposal(inputs.token.new_full((inputs.size, q - 1), -1), OneHot())
 
     def _placed(self, inputs: VerifyInputs, q: int, proposal: Proposal) -> Proposal:
@@ -248,7 +254,7 @@ class VerifyDecoder:
         while self.capture:
             inputs = self._inputs_of(size)
             inputs.table.copy_(torch.tensor(inputs.numbers([], 0)))
-            for q in (1, 1 + self.speculator.width):
+            for q in (1, *(1 + width for width in self._widths)):
                 if self.memory.decodes_at_once(size * q):
                     self._step(inputs, q, most_tokens, sampled)
             if size >= self._most_rows:
