@@ -94,7 +94,7 @@ class EngineConfig(Settings):
     device_kv_mib: device memory for KV of all kinds (rows, index keys, maps, staging, in-flight).
     host_kv_mib: host memory for the history. staging_rows: transient rows shared by all requests
     (None: what max_concurrency requests can select at once; with a drafter as many times as they have rows,
-    up to an eighth of the device memory). floor_rows: hot rows per request and
+    up to a quarter of the device memory). floor_rows: hot rows per request and
     layer that no controller can take. prefill_chunk: prompt rows computed in one step.
     control_interval: steps between two decisions. decision_deadline_ms: what one may take before the
     fallback controller decides (0: no deadline; none either where steps are the clock). decision_log:

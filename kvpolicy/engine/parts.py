@@ -21,7 +21,7 @@ from kvpolicy.speculative.registry import make as make_drafter
 
 MIB = 1 << 20
 # Staging beyond what plain decoding needs takes at most this part of the device memory, by default.
-STAGING_PART = 8
+STAGING_PART = 4
 log = logging.getLogger(__name__)
 
 

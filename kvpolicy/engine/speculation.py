@@ -21,6 +21,7 @@ from kvpolicy.engine.scheduler import Rows
 from kvpolicy.engine.verify_schedule import VerifySchedule
 from kvpolicy.errors import UserError, reason
 from kvpolicy.kernels.paging import upload
+from kvpolicy.kernels.sampling import first_of_highest
 from kvpolicy.memory.access import StepAccess
 from kvpolicy.memory.draft_ring import DraftRings
 from kvpolicy.memory.hierarchy import Hierarchy
@@ -285,7 +286,8 @@ class Speculator:
         answers = logits[upload(rows, logits.device)].view(len(lengths), width + 1, -1)
         verified = upload(lengths, logits.device)
         accepted, last = self.accepted(
-            answers, drafts.proposal, verified, drafts.sampling, drafts.anchors, True
+            *(answers, drafts.proposal, verified, drafts.sampling, drafts.anchors),
+            any(request.params.temperature > 0.0 for request in drafts.requests),
         )
         kept = torch.cat([accepted[:, None], last[:, None], drafts.proposal.tokens], dim=1).tolist()
         for length, (count, *_) in zip(lengths, kept, strict=True):
@@ -308,9 +310,9 @@ class Speculator:
         """See ``kvpolicy.speculative.acceptance.accept``; rows of logits that are no numbers count as
         zeros. sampled: not all requests are greedy (which agree under every rule)."""
         finite = torch.isfinite(logits).all(dim=-1, keepdim=True)
-        rule = self._rule if sampled else Rule.COUPLED
         answers = torch.where(finite, logits, 0.0)
-        return accept(answers, proposal, lengths, sampling, anchors, rule, self._choose)
+        rule, choose = (self._rule, self._choose) if sampled else (Rule.COUPLED, _likeliest)
+        return accept(answers, proposal, lengths, sampling, anchors, rule, choose)
 
     # --- behind the step -------------------------------------------------------------------------
 
@@ -396,6 +398,11 @@ class Speculator:
             place = places[key] = Proposal(proposal.tokens.clone(), OneHot())
         place.tokens.copy_(proposal.tokens)
         return place
+
+
+def _likeliest(logits: Tensor, sampling: RowSampling, positions: Tensor) -> Tensor:
+    """What greedy requests say: int64 [n]."""
+    return first_of_highest(logits)
 
 
 def first_of(proposal: Proposal, width: int) -> Proposal:

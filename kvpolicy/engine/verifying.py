@@ -129,11 +129,17 @@ class VerifyDecoder:
         return self.memory.decodes_at_once(self._size(len(requests)) * self.rows_of(requests))
 
     def rows_of(self, requests: Sequence[Request]) -> int:
-        """Rows of each request in the next step: 1 where nothing is to be verified, else 1 + K or half."""
+        """Rows of each request in the next step: 1 where nothing is to be verified, else 1 + K, or 1 + half
+        of it where that is enough, or all that staging holds."""
         most = max(self.speculator.limits(requests, self.memory))
         if not most or not self.speculator.active:
             return 1
-        return 1 + min(width for width in self._widths if width >= most)
+        wide = min(width for width in self._widths if width >= most)
+        size = self._size(len(requests))
+        fitting = [
+            w for w in self._widths if w <= wide and self.memory.decodes_at_once(size * (1 + w))
+        ]
+        return 1 + max(fitting, default=wide)
 
     def _size(self, rows: int) -> int:
         return min(1 << (rows - 1).bit_length(), self._most_rows) if self.capture else rows
