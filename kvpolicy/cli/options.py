@@ -104,7 +104,13 @@ class Options:
     ] = None
     admission: Annotated[
         str | None,
-        _option("--admission", _POLICY, "Which fetched rows may stay; so far all.", "all"),
+        _option(
+            "--admission",
+            _POLICY,
+            "Which rows fetched for proposed tokens may stay: all, or let those go first that only rejected "
+            "tokens wanted (default: the controller's own, mostly accepted).",
+            "all|accepted",
+        ),
     ] = None
     drafter: Annotated[
         list[str] | None,

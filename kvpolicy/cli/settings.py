@@ -27,7 +27,6 @@ __all__ = ["LATER_VALUES", "Resolved", "resolve"]
 
 LATER_VALUES: Mapping[str, tuple[str, ...]] = {
     "model": ("tiny-csa",),
-    "admission": ("accepted",),
 }
 """Values of settings that are kept for a later version."""
 

@@ -64,9 +64,11 @@ class Engine:
             self.device,
             self.speculator.width if self.speculator else 0,
         )
-        if self.speculator is not None and self.config.verify_length == "scheduled":
-            wall = self.config.clock == "wall"
-            self.speculator.schedule = VerifySchedule(self.memory, self.speculator.width, wall)
+        if self.speculator is not None:
+            schedule, wall = None, self.config.clock == "wall"
+            if self.config.verify_length == "scheduled":
+                schedule = VerifySchedule(self.memory, self.speculator.width, wall)
+            self.speculator.attach(self.memory, schedule)
         self.scheduler = Scheduler(self.config.max_concurrency, self.config.prefill_chunk)
         self.requests: dict[int, Request] = {}
         self.totals = Metrics()
@@ -193,9 +195,10 @@ class Engine:
     def prepare(self, sampled: bool = False) -> None:
         """Capture the CUDA graphs of every batch size now, so that no step has to wait for it (without
         graphs: nothing). sampled: for requests with a temperature too."""
-        if self.executor.decoder is not None:
-            for kind in (False, True)[: 1 + sampled]:
-                self.executor.decoder.prepare(self.model.geometry.max_context, kind)
+        for runs in (self.executor.decoder, self.executor.verifier):
+            if runs is not None:
+                for kind in (False, True)[: 1 + sampled]:
+                    runs.prepare(self.model.geometry.max_context, kind)
 
     # --- one step --------------------------------------------------------------------------------
 
@@ -222,6 +225,7 @@ class Engine:
         self.residents.admit(self.steps)
         self.residents.grow(self.steps)
         if self.speculator is not None:
+            self.speculator.limit(self.control.draft_tokens)
             self.residents.grow_for_drafts(self.speculator.cap)
         batch = self.scheduler.batch()
         if not batch and self._launched is None:
@@ -265,6 +269,7 @@ class Engine:
             tokens=self.totals.generated_tokens,
             seconds=0.0 if self.clock.counts_steps else self.totals.busy_seconds,
             late=self._runs_ahead,
+            speculation=self.speculator.counts if self.speculator else None,
         )
 
     def _emit(self, launched: Launched | None) -> None:
