@@ -34,6 +34,7 @@ RANK = {
     "sampling": 6,
     "engine": 7,
     "recording.recorder": 7,
+    "shadows": 7,
     "workloads": 7,
     "bench": 8,
     "": 8,
