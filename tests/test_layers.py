@@ -23,6 +23,8 @@ RANK = {
     "plugins": 1,
     "evictions": 2,
     "telemetry": 1,
+    "telemetry.diagnostics": 5,
+    "telemetry.live": 7,
     "geometry": 2,
     "recording": 3,
     "memory": 3,

@@ -110,7 +110,7 @@ def demo_command(
         f"{config.model}."
     )
     before, after = _progress(say, len(controllers))
-    comparison = compare_controllers(config, controllers, task, before, after)
+    comparison = compare_controllers(config, controllers, task, before, after, logdir=logdir)
     emit_json(_document(comparison), to_stdout=as_json, path=output)
     if not as_json:
         _print_continuation(next(task.workload.requests()).prompt, comparison.runs[0])

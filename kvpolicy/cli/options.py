@@ -92,6 +92,16 @@ class Options:
             "SPEC",
         ),
     ] = None
+    shadow: Annotated[
+        list[str] | None,
+        _option(
+            "--shadow",
+            _POLICY,
+            "Another controller's bookkeeping beside the live one: what it would have missed on the "
+            "same batches, exactly. Repeatable.",
+            "SPEC",
+        ),
+    ] = None
     eviction: Annotated[
         str | None,
         _option(
@@ -307,7 +317,6 @@ class Options:
     drafter: Annotated[list[str] | None, _later("--drafter")] = None
     verification: Annotated[str | None, _later("--verification")] = None
     num_draft_tokens: Annotated[int | None, _later("--num-draft-tokens")] = None
-    shadow: Annotated[list[str] | None, _later("--shadow")] = None
 
 
 def takes(kind: type[_Options]) -> Callable[[Callable[[_Options], None]], Callable[..., None]]:

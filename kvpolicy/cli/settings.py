@@ -39,7 +39,7 @@ _VERIFICATIONS = ("standard", "block", "coupled")
 class Resolved:
     """The settings of a command. controllers: what was named, in order, perhaps nothing.
 
-    workload: what was named, None for prompts. tpot_bound: seconds.
+    workload: what was named, None for prompts. tpot_bound: seconds. shadows: specs, in order.
     """
 
     engine: EngineConfig
@@ -48,6 +48,7 @@ class Resolved:
     workload: Workload | None = None
     slo: Slo | None = None
     tpot_bound: float | None = None
+    shadows: tuple[str, ...] = ()
 
 
 def resolve(options: Options) -> Resolved:
@@ -88,6 +89,7 @@ def resolve(options: Options) -> Resolved:
         workload=workload,
         slo=None if options.slo is None else parse_slo(options.slo),
         tpot_bound=_tpot_bound(options.tpot_bound_ms),
+        shadows=tuple(options.shadow or ()),
     )
 
 
@@ -165,7 +167,7 @@ def _refuse_later_options(options: Options) -> None:
                 raise UserError(f"{flag}: {unknown_name('value', value, allowed)}")
             if value not in (None, allowed[0]):
                 raise _not_yet(f"'{flag} {value}'")
-    for name in ("num_draft_tokens", "shadow"):
+    for name in ("num_draft_tokens",):
         if getattr(options, name) not in (None, []):
             raise _not_yet(f"'--{name.replace('_', '-')}'")
 

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvpolicy.config import EngineConfig
-from kvpolicy.control.decision import Decision
 from kvpolicy.control.observation import MissCurve, Observation, RequestView
 from kvpolicy.controllers.base import wants_curves
 from kvpolicy.controllers.registry import ControllerLike
@@ -58,7 +57,6 @@ class ShadowPolicy:
         self.wants_curves = wants_curves(self.control.controller)
         self.totals = Totals()
         self.seconds = 0.0
-        self.decision: Decision | None = None
         self._layout, self._floor = layout, config.floor_rows
         self._requests: dict[int, ShadowRequest] = {}
         self._saved: dict[int, list[Entries]] = {}
@@ -148,8 +146,7 @@ class ShadowPolicy:
         began = time.perf_counter()
         self._sync(event)
         observation = self._observation(event, queue_bytes, curves if self.wants_curves else ())
-        self.decision = self.control.decider.decide(observation)
-        self._apply(self.decision.projected.budgets)
+        self._apply(self.control.decider.decide(observation).projected.budgets)
         self._asked = replace(self.totals)
         self.seconds += time.perf_counter() - began
 
