@@ -220,7 +220,6 @@ def test_bad_load_option(arguments: list[str], part: str) -> None:
         ["--drafter", "dspark"],
         ["--verification", "block"],
         ["--num-draft-tokens", "4"],
-        ["--shadow", "resident"],
         ["--model", "tiny-csa"],
         ["--admission", "accepted"],
     ],

@@ -39,6 +39,7 @@ RANK = {
     "shadows": 7,
     "workloads": 7,
     "bench": 8,
+    "testing": 9,
     "": 8,
     "cli": 9,
     "__main__": 10,

@@ -21,7 +21,8 @@ TAGS = {
     "misses/of_unique_rows": "fetched / unique rows of decode steps",
     "misses/of_selected_rows": "fetched / selected rows of decode steps, the paper's",
     "misses/fetched_rows_per_step": "rows fetched per engine step, a row per layer",
-    "misses/host_to_device_mib_per_step": "all that was copied to the device per engine step",
+    "misses/host_to_device_mib_per_step": "all that was copied to the device per engine step; of a "
+    "shadow without what prompts fetch",
     "speed/tokens_per_step": "tokens generated per engine step",
     "speed/step_ms": "wall time per step, where most steps decoded",
     "latency/tpot_ms_p50": "time per token of the last requests that ended",
@@ -72,19 +73,22 @@ def _lines(*tags: str) -> list[Any]:
 
 
 LAYOUT: dict[str, dict[str, list[Any]]] = {
-    "1 Load and memory": {
-        "requests in the system, and waiting": _lines("load/requests", "load/waiting"),
-        "optional memory, MiB": _lines("memory/optional_mib"),
-        "released and given by decisions, MiB": _lines("action/released_mib", "action/given_mib"),
-        "required and free memory, MiB": _lines("memory/required_mib", "memory/free_mib"),
-    },
-    "2 Misses": {
+    "1 At a glance": {
+        "requests in the system": _lines("load/requests"),
+        "optional memory (what the policy keeps), MiB": _lines("memory/optional_mib"),
+        "released by decisions, MiB": _lines("action/released_mib"),
         "miss rate, of selected rows": _lines("misses/of_selected_rows"),
-        "copied to the device, MiB per step": _lines("misses/host_to_device_mib_per_step"),
+        "requests that wait": _lines("load/waiting"),
+        "time per decode step, ms": _lines("speed/step_ms"),
+    },
+    "2 Memory and misses": {
+        "required memory, MiB": _lines("memory/required_mib"),
+        "free memory, MiB": _lines("memory/free_mib"),
+        "given by decisions, MiB": _lines("action/given_mib"),
+        "rows fetched per step": _lines("misses/fetched_rows_per_step"),
     },
     "3 Latency": {
-        "steps that the first waiting request has waited": _lines("load/oldest_wait_steps"),
-        "time per decode step, ms": _lines("speed/step_ms"),
+        "steps that the first in the queue has waited": _lines("load/oldest_wait_steps"),
         "time to first token, ms (p50, p05 to p99)": ["Margin", margin("latency/ttft_ms")],
         "time per token, ms (p50, p05 to p99)": ["Margin", margin("latency/tpot_ms")],
     },
@@ -93,9 +97,8 @@ LAYOUT: dict[str, dict[str, list[Any]]] = {
             "Margin",
             ["action/rows_mean", "action/rows_min", "action/rows_max"],
         ],
-        "share of caches that are full, of spare memory kept": _lines(
-            "action/full_share", "memory/retained_share"
-        ),
+        "share of caches that are full": _lines("action/full_share"),
+        "share of spare memory that is kept": _lines("memory/retained_share"),
         "decision, ms (p50, p05 to p99)": ["Margin", margin("control/decision_ms")],
         "projected plans and fallbacks": _lines("control/projected", "control/fallbacks"),
     },
