@@ -79,7 +79,7 @@ LAYOUT: dict[str, dict[str, list[Any]]] = {
         "released by decisions, MiB": _lines("action/released_mib"),
         "miss rate, of selected rows": _lines("misses/of_selected_rows"),
         "requests that wait": _lines("load/waiting"),
-        "time per decode step, ms": _lines("speed/step_ms"),
+        "time to first token, ms (p50, p05 to p99)": ["Margin", margin("latency/ttft_ms")],
     },
     "2 Memory and misses": {
         "required memory, MiB": _lines("memory/required_mib"),
@@ -89,7 +89,7 @@ LAYOUT: dict[str, dict[str, list[Any]]] = {
     },
     "3 Latency": {
         "steps that the first in the queue has waited": _lines("load/oldest_wait_steps"),
-        "time to first token, ms (p50, p05 to p99)": ["Margin", margin("latency/ttft_ms")],
+        "time per decode step, ms": _lines("speed/step_ms"),
         "time per token, ms (p50, p05 to p99)": ["Margin", margin("latency/tpot_ms")],
     },
     "4 Decisions": {

@@ -35,6 +35,7 @@ MOST_FAILURES = 8
 LOADS, REPEATS = (1, 8, 64), 3
 # Room for some hot rows of three requests of tiny-dsa, far from all.
 TIGHT_MIB = 3.0
+NEW_TOKENS = 24
 PROMPT_BYTES = (300, 170, 420, 90, 260)
 
 
@@ -216,7 +217,9 @@ def _exactness(spec: ControllerLike, model: DecodeModel | None) -> tuple[Check, 
     rows = sum(len(tokens) for tokens, _ in want)
     same = want == got
     verdict = f"exact on {rows} logit rows" if same else "OUTPUTS DIFFER from resident's"
-    setting = f"tiny-dsa on a CPU, {TIGHT_MIB:g} MiB of device memory" if model is None else "given model"
+    setting = (
+        f"tiny-dsa on a CPU, {TIGHT_MIB:g} MiB of device memory" if model is None else "given model"
+    )
     return (
         Check("exactness", same, verdict),
         metrics["controller_decisions"],
@@ -245,7 +248,7 @@ def _run(
     ]
     with Engine(config, model=model) as engine:
         engine.set_controller(spec if isinstance(spec, str) else _made(spec, _nothing()))
-        outputs = engine.generate(prompts, SamplingParams(max_new_tokens=24, seed=1))
+        outputs = engine.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS, seed=1))
         engine.check_integrity()
         return [(o.tokens, o.logits_sha256) for o in outputs], engine.metrics()
 
