@@ -29,6 +29,7 @@ COMMANDS = {
     "compare": "kvpolicy.cli.compare:compare_command",
     "record": "kvpolicy.cli.record:record_command",
     "oracle": "kvpolicy.cli.oracle:oracle_command",
+    "regret": "kvpolicy.cli.regret:regret_command",
     "check": "kvpolicy.cli.check:check_command",
     "dashboard": "kvpolicy.cli.dashboard:dashboard_command",
     "bench": "kvpolicy.cli.bench:app",

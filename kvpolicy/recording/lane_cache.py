@@ -55,9 +55,8 @@ class LaneCache:
         if self.full:
             return 0
         rows = min(self.cache.capacity, committed)
-        if how == "first":
-            entries = np.arange(rows)
-        else:
+        entries: Entries = np.arange(rows)
+        if how != "first":
             entries = keep_order(selected[selected < committed], committed, rows)
         self.cache.seed(entries, step)
         return int(entries.size)

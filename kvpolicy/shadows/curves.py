@@ -43,7 +43,7 @@ class ShadowCurves:
                 self._sampler.begin(followed)
             for store, step, committed, chosen in self._trace or ():
                 old = np.unique(chosen[(chosen >= 0) & (chosen < committed)])
-                self._sampler.note(store, step, old, committed)
+                self._sampler.note(store, step, old.astype(np.int64), committed)
             self._trace = None
         chosen_id = self._sampler.choose(requests)
         if chosen_id is not None:

@@ -64,7 +64,7 @@ def draw_dashboard(folder: Path, path: Path) -> Path:
     figure = Figure(figsize=size, dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(down, ACROSS, squeeze=False, sharex=True)
-    places: Sequence[Any] = grid.ravel()
+    places: Sequence[Any] = grid.ravel().tolist()
     for axes, (title, kind, tags) in zip(places, charts, strict=False):
         draw = _margin if kind == "Margin" else _lines
         draw(axes, runs, tags)

@@ -244,8 +244,8 @@ class PolicyDiagnostics:
         }
         found = {f"result/{name}": value for name, value in _flat(results)}
         # SummaryWriter.add_hparams would start a second file in another folder.
-        file = self._writer._get_file_writer()  # type: ignore[no-untyped-call]
-        for summary in hparams(plain, found):  # type: ignore[no-untyped-call]
+        file = self._writer._get_file_writer()
+        for summary in hparams(plain, found):
             file.add_summary(summary)
         for tag, value in found.items():
             self._scalar(tag, value)
