@@ -17,6 +17,9 @@ from kvpolicy.engine.engine import Engine
 from kvpolicy.errors import UserError
 from kvpolicy.models.loader import DecodeModel
 from kvpolicy.shadows import Shadows
+from kvpolicy.shadows.regret import regrets
+from kvpolicy.workloads import make
+from kvpolicy.workloads.runner import Runner
 
 LONG = pytest.mark.full
 SPECS = (
@@ -160,3 +163,24 @@ def test_bad_specs_leave_the_engine_alone() -> None:
         with pytest.raises(UserError, match="did you mean 'hisparse'"):
             Shadows(engine, ["static", "hisparsee"])
         assert not engine.observers and not engine.control.listeners
+
+
+def test_regrets_of_a_load() -> None:
+    """What each controller moved beyond the bound, on one batch schedule; nobody moves less."""
+    workload = make("synthetic:step?low=1&high=3&duration=30&prompt_bytes=60", "steps")
+    config = EngineConfig(device="cpu", clock="steps", device_kv_mib=0.3, prefill_chunk=32)
+    # Stores of quick have rows of different sizes, which no one split can compare.
+    with pytest.raises(UserError, match="stores have rows of"):
+        regrets(config, workload, ["static"], SamplingParams(max_new_tokens=4), QuickModel())
+    specs = ["static:device_buffer_rows=9", "static:device_buffer_rows=30", "resident"]
+    sampling = SamplingParams(max_new_tokens=20)
+    model = ToyModel()
+    found = regrets(config, workload, specs, sampling, model=model)
+    assert [line.policy for line in found[:3]] == specs
+    small, large, full = found[:3]
+    assert small.regret_rows > large.regret_rows >= full.regret_rows >= 0
+    assert found[-1].regret_rows == 0 and all(line.regret_rows >= 0 for line in found)
+    with Engine(config, model) as engine:
+        engine.set_controller(specs[0])
+        Runner(engine, workload, sampling).run()
+        assert engine.metrics()["fetched_rows"] == small.fetched_rows
