@@ -15,7 +15,8 @@ Picture = NDArray[np.uint8]
 
 WIDTH = 720  # of the map itself, pixels
 HEIGHT = 300  # at least, so that a map of two rows can be seen
-LEFT, TOP, BOTTOM, RIGHT = 110, 26, 26, 90
+LEFT, TOP, BOTTOM, RIGHT = 130, 34, 34, 100
+LETTERS = 18  # height of a line; TensorBoard shows pictures at half their size
 # From nothing to everything: light to dark, so that print and colour-blind readers see the order.
 RAMP = np.array([[247, 251, 255], [158, 202, 225], [49, 130, 189], [8, 48, 107]], dtype=np.float64)
 OUTSIDE = (224, 224, 224)  # where there is nothing to hold
@@ -32,7 +33,7 @@ def draw_map(
     rows: name of each row. columns: what the first and the last column are. Needs Pillow, which comes
     with TensorBoard.
     """
-    from PIL import Image, ImageDraw
+    from PIL import Image, ImageDraw, ImageFont
 
     pixels = _colours(shares)
     each = max(3, -(-HEIGHT // max(len(rows), 1)))
@@ -41,10 +42,11 @@ def draw_map(
     page = Image.new("RGB", (LEFT + WIDTH + RIGHT, TOP + height + BOTTOM), "white")
     page.paste(inner, (LEFT, TOP))
     draw = ImageDraw.Draw(page)
+    draw.font = ImageFont.load_default(LETTERS)
     draw.text((LEFT, 6), title, fill="black")
-    every = max(1, -(-14 // each))  # a line of text is some 12 pixels high
+    every = max(1, -(-LETTERS // each))
     for i in range(0, len(rows), every):
-        draw.text((6, TOP + i * each + each // 2 - 6), rows[i], fill="black")
+        draw.text((6, TOP + i * each + each // 2 - LETTERS // 2), rows[i], fill="black")
     draw.text((LEFT, TOP + height + 6), columns[0], fill="black")
     end = draw.textlength(columns[1])
     draw.text((LEFT + WIDTH - end, TOP + height + 6), columns[1], fill="black")
@@ -70,4 +72,4 @@ def _legend(page: Any, draw: Any, height: int) -> None:
     at = LEFT + WIDTH + 10
     page.paste(bar, (at, TOP))
     draw.text((at + 20, TOP), "all hot", fill="black")
-    draw.text((at + 20, TOP + bar.height - 12), "none", fill="black")
+    draw.text((at + 20, TOP + bar.height - LETTERS), "none", fill="black")
