@@ -92,6 +92,16 @@ class Options:
             "SPEC",
         ),
     ] = None
+    shadow: Annotated[
+        list[str] | None,
+        _option(
+            "--shadow",
+            _POLICY,
+            "Another controller's bookkeeping beside the live one: what it would have missed on the "
+            "same batches, exactly. Repeatable.",
+            "SPEC",
+        ),
+    ] = None
     eviction: Annotated[
         str | None,
         _option(

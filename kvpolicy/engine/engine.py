@@ -83,7 +83,7 @@ class Engine:
         self._runs_ahead = self.executor.runs_ahead and self.config.clock == "wall"
         self._launched: Launched | None = None
         self.residents = Residents(self.memory, self.scheduler, self.control, self.totals)
-        self.observer: StepObserver | None = None
+        self.observers: list[StepObserver] = []
         self._next_id = 0
         self.clock = Clock(self.config.clock)
         self._closed = False
@@ -231,8 +231,8 @@ class Engine:
         if not batch and self._launched is None:
             return False
         launched = self.executor.launch(batch, self.steps) if batch else None
-        if self.observer is not None and launched is not None:
-            self.observer(self.steps, batch)
+        for observer in self.observers if launched is not None else ():
+            observer(self.steps, batch)
         self.totals.decode_steps += bool(batch.decode)
         if decided and self._runs_ahead:
             # Behind the launch: the device has two steps to compute while the host decides.

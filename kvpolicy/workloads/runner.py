@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from kvpolicy.config import SamplingParams
 from kvpolicy.engine.clock import STEP_SECONDS
@@ -40,7 +41,8 @@ class Runner:
     """One run of a workload on an engine that has nothing to do.
 
     sampling: of every request, but for its length and seed, which are the workload's. every: engine
-    steps between two samples (the engine's control interval). on_step: called after every step.
+    steps between two samples (the engine's control interval). on_step: called after every step;
+    on_sample: with every sample of the timeline.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Runner:
         sampling: SamplingParams | None = None,
         every: int | None = None,
         on_step: Callable[[Engine], None] | None = None,
+        on_sample: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.engine = engine
         self.workload = workload
@@ -57,6 +60,7 @@ class Runner:
         self._sampling = sampling or SamplingParams()
         self._every = every or engine.config.control_interval
         self._on_step = on_step or (lambda engine: None)
+        self._on_sample = on_sample or (lambda sample: None)
         self._requests = workload.requests()
         self._next = next(self._requests, None)
         drain = Phase(DRAIN, workload.end, math.inf, 0 if workload.closed else None)
@@ -118,7 +122,9 @@ class Runner:
         return not self._ahead and (self.workload.closed or self._next is None)
 
     def _sample(self) -> None:
-        self.timeline.add(asdict(self.engine.sample()))
+        sample = asdict(self.engine.sample())
+        self.timeline.add(sample)
+        self._on_sample(sample)
 
     # --- arrivals and time -----------------------------------------------------------------------
 
