@@ -196,8 +196,19 @@ class ControlLoop:
 
     def step(self, memory: Hierarchy, load: LoadView) -> None:
         """Decide and apply."""
+        observation = self.observe(memory, load)
+        if observation is not None:
+            self.act(memory, observation)
+
+    def act(self, memory: Hierarchy, observation: Observation) -> None:
+        """Decide on what :meth:`observe` gave, and apply it."""
+        memory.set_budgets(self.decider.decide(observation).projected.budgets)
+
+    def observe(self, memory: Hierarchy, load: LoadView) -> Observation | None:
+        """What the next decision is about, None where nothing runs. The next observation counts from
+        here on."""
         if not load.running:
-            return
+            return None
         step = load.step
         counted = memory.counters.retrieval.received() if load.late else memory.counted()
         now = _Baseline(
@@ -215,7 +226,7 @@ class ControlLoop:
             curves = self._follower.curves(memory, observation.requests, load.late)
             observation = replace(observation, curves=curves)
         self._base, self._due = now, False
-        memory.set_budgets(self.decider.decide(observation).projected.budgets)
+        return observation
 
     def _observe(
         self, now: _Baseline, memory: Hierarchy, load: LoadView, counted: Counted
