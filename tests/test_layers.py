@@ -36,6 +36,8 @@ RANK = {
     "recording.recorder": 7,
     "workloads": 7,
     "bench": 8,
+    "twin": 8,
+    "episodes": 8,
     "": 8,
     "cli": 9,
     "__main__": 10,
@@ -59,7 +61,7 @@ FOLDER_OF = {
 # stack, and only kernels know triton, which exists on Linux only.
 ONLY_IN = {
     "gymnasium": {"kvpolicy.env", "kvpolicy.agents"},
-    "stable_baselines3": {"kvpolicy.agents"},
+    "stable_baselines3": {"kvpolicy.env", "kvpolicy.agents"},
     "triton": {"kvpolicy.kernels"},
     "matplotlib": {"kvpolicy"},
     "transformers": set(),

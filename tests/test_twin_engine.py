@@ -60,11 +60,18 @@ def seen(observation: Observation) -> Observation:
     return replace(observation, host_to_device_bytes=0)
 
 
-CONTROLLERS = ("resident", "hisparse:device_buffer_rows=12", "hybrid", "static:device_buffer_rows=9")
+CONTROLLERS = (
+    "resident",
+    "hisparse:device_buffer_rows=12",
+    "hybrid",
+    "static:device_buffer_rows=9",
+)
 
 
 @pytest.mark.parametrize("model", [QuickModel, ToyModel])
-@pytest.mark.parametrize("controller", [*CONTROLLERS, "adaptive", "adaptive:split=equal", "random", Moody])
+@pytest.mark.parametrize(
+    "controller", [*CONTROLLERS, "adaptive", "adaptive:split=equal", "random", Moody]
+)
 def test_the_twin_decides_as_the_engine(tmp_path: Path, model: Any, controller: Any) -> None:
     """Every field of every observation, every budget, every time, under too little memory."""
     small = model is QuickModel
@@ -98,6 +105,13 @@ def test_the_twin_decides_as_the_engine(tmp_path: Path, model: Any, controller: 
         assert mine.projected == theirs.projected
     assert found[0] == live[0]
     own_metrics = twin.metrics()
-    for name in ("fetched_rows", "selected_rows", "preemptions", "shortages", "steps", "release_steps"):
+    for name in (
+        "fetched_rows",
+        "selected_rows",
+        "preemptions",
+        "shortages",
+        "steps",
+        "release_steps",
+    ):
         assert own_metrics[name] == metrics[name], name
     assert own_metrics["deferred_admissions"] == metrics["deferred_admissions"]

@@ -28,6 +28,9 @@ from kvpolicy.models.loader import DecodeModel
 from kvpolicy.telemetry.record import run_record
 from kvpolicy.telemetry.slo import Slo
 
+# An idle wall-clock run wakes this often: an interrupt and the progress display wait no longer.
+LONGEST_SLEEP_S = 0.05
+
 
 class Engine:
     """Decodes requests over the KV hierarchy under one residency controller.
@@ -264,6 +267,11 @@ class Engine:
         self.totals.note_step(self.memory, time.perf_counter() - started)
         if self.config.validate_:
             self.check_integrity()
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass without work, on the wall clock: at most so long, and no longer than an interrupt
+        may have to wait."""
+        time.sleep(min(seconds, LONGEST_SLEEP_S))
 
     def skip(self, steps: int = 1) -> None:
         """Let time pass without work, where steps are the clock and nothing runs."""

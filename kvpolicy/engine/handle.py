@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from kvpolicy.engine.request import Request, RequestOutput
 from kvpolicy.errors import IntegrityError
+from kvpolicy.telemetry.latency import Latencies
 
 
 class RequestHandle:
@@ -26,6 +27,11 @@ class RequestHandle:
     def done(self) -> bool:
         """Whether the request has ended, for whatever reason."""
         return self._request.finished
+
+    @property
+    def latencies(self) -> Latencies:
+        """What has happened to it so far, and when."""
+        return self._request.latencies
 
     def cancel(self) -> None:
         """End the request now and free its memory; tokens made so far stay readable."""

@@ -191,7 +191,9 @@ class TwinEngine:
             context=context,
         )
         if self.streams.context is not None and request.max_tokens > self._most_tokens:
-            raise UserError(f"a request of {request.max_tokens} tokens: at most {self._most_tokens}")
+            raise UserError(
+                f"a request of {request.max_tokens} tokens: at most {self._most_tokens}"
+            )
         self.memory.check_fits_alone(request.max_tokens, self.residents.initial_rows(request))
         self.memory.replay(number, own)
         self._next_id += 1

@@ -291,9 +291,7 @@ class TwinMemory:
         self.full[hot.lane] = hot.full
         self.frames.take(hot.num_frames - before, hot=True)
 
-    def _leave_full(
-        self, request: TwinRequest, store: StoreLayout, hot: TwinHot, rows: int
-    ) -> int:
+    def _leave_full(self, request: TwinRequest, store: StoreLayout, hot: TwinHot, rows: int) -> int:
         allowed = self.frames.free + hot.num_frames
         while rows and store.hot_frames(rows, False) > allowed:
             rows = max(0, rows - store.record.per_frame)
@@ -481,5 +479,3 @@ def _waves(layout: Layout) -> list[tuple[Ints, Ints]]:
         waves[turn][0].append(store)
         waves[turn][1].append(column)
     return [(np.array(stores), np.array(columns)) for stores, columns in waves]
-
-

@@ -76,7 +76,12 @@ class SlotPool:
             which, column = np.nonzero(absent[placing])
             new = wanted[placing][which, column]
             self._bring_in(
-                lanes[placing], missed[placing], new, step, None if keep is None else keep[placing], True
+                lanes[placing],
+                missed[placing],
+                new,
+                step,
+                None if keep is None else keep[placing],
+                True,
             )
         return missed
 
@@ -159,9 +164,7 @@ class SlotPool:
 
     # --- the CLOCK sweep ---------------------------------------------------------------------------
 
-    def _swept(
-        self, lanes: Ints, counts: Ints, step: int, resolving: bool
-    ) -> tuple[Ints, Ints]:
+    def _swept(self, lanes: Ints, counts: Ints, step: int, resolving: bool) -> tuple[Ints, Ints]:
         """CLOCK's victims. A window from the hand first; whole caches where that held too few."""
         most = int(self.capacity[lanes].max())
         width = min(most, WINDOW if resolving else WINDOW // 4)

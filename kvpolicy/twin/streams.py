@@ -103,8 +103,7 @@ class Streams:
                 )
         if not stretched and (
             len(recorded) != len(geometry.selectors)
-            or [s.layers for s in recording.header.stores]
-            != [s.n_layers for s in geometry.stores]
+            or [s.layers for s in recording.header.stores] != [s.n_layers for s in geometry.stores]
         ):
             raise UserError(
                 f"recording {recording.path.name!r} is of {recording.header.model}, not of {geometry.name}"
