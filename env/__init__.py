@@ -14,3 +14,6 @@ REPLAY = "kvpolicy/ResidencyReplay-v0"
 LIVE = "kvpolicy/ResidencyLive-v0"
 
 gymnasium.register(REPLAY, entry_point="kvpolicy.env.replay:ResidencyReplay")
+gymnasium.register(
+    LIVE, entry_point="kvpolicy.env.live:ResidencyLive", nondeterministic=True
+)

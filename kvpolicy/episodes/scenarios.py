@@ -73,10 +73,14 @@ class Scenario:
     of: str = ""
 
     def baseline(self, load: Workload) -> Baseline:
-        """What an episode's reward is measured in: the stated policy's goodput, or that of a policy which
-        serves all that arrives in time."""
+        """What an episode's reward is measured in: the stated policy's goodput; else that of a policy which
+        serves all that arrives in time, or, where a level is kept, one token per request and TPOT bound."""
         if self.goodput is not None:
             return Baseline(self.of, self.goodput, load.end)
+        if load.closed:
+            each = self.bounds.tpot or 1.0
+            held = sum((p.level or 0) * (p.end - p.start) for p in load.phases) / load.end
+            return Baseline("everyone at the bound", held / each, load.end)
         asked = sum(arrival.max_new_tokens for arrival in load.requests())
         return Baseline("all that arrives", asked / load.end, load.end)
 
@@ -132,17 +136,17 @@ FAMILIES: Mapping[str, Family] = {
         ),
         Family(
             "glm-5.3-slice",
-            "one group of GLM-5.3's layers, dummy weights, tiny-dsa's selections stretched to its top-k",
+            "16 of GLM-5.3's layers, dummy weights, tiny-dsa's selections stretched to its top-k",
             {
                 "model": "glm-5.3",
                 "dummy_weights": True,
-                "layers": 4,
+                "layers": 16,
                 "vocab": 1024,
                 "dtype": "bfloat16",
                 "kv_dtype": "fp8",
                 "controller": "adaptive",
-                "device_kv_mib": 1024.0,
-                "host_kv_mib": 12288.0,
+                "device_kv_mib": 2048.0,
+                "host_kv_mib": 24576.0,
                 "max_concurrency": 32,
                 "prefill_chunk": 64,
             },
@@ -155,7 +159,8 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 _TINY = "text=heldout&prompt_bytes=3000-8000&output_tokens=100"
-_SLICE = "text=heldout&prompt_bytes=50000-65000&output_tokens=100-300"
+_SLICE = "text=heldout&prompt_bytes=49300-57000&output_tokens=100-300"
+_BOUNDS = "tpot_ms=20,ttft_ms=1000"
 
 SCENARIOS: Mapping[str, Scenario] = {
     scenario.name: scenario
@@ -164,52 +169,58 @@ SCENARIOS: Mapping[str, Scenario] = {
             "load-step",
             "3 requests kept in the system, then 24, then 3",
             "glm-5.3-slice",
-            f"synthetic:step?low=3&high=24&duration=4&{_SLICE}",
-            "tpot_ms=8,ttft_ms=1000",
-            most_tokens=65536,
-            goodput=3750.0,
-            of="hisparse",
+            f"synthetic:step?low=3&high=24&duration=3&{_SLICE}",
+            _BOUNDS,
+            most_tokens=57344,
         ),
         Scenario(
             "burst",
-            "a steady trickle, and three bursts of 16 requests",
+            "a steady trickle, and three bursts of 12 requests",
             "glm-5.3-slice",
-            f"synthetic:burst?rate=6&high=16&duration=12&{_SLICE}",
-            "tpot_ms=8,ttft_ms=1000",
-            most_tokens=65536,
+            f"synthetic:burst?rate=4&high=12&duration=9&{_SLICE}",
+            _BOUNDS,
+            most_tokens=57344,
         ),
         Scenario(
             "pressure",
-            "steady arrivals in half the memory, which growing contexts exhaust",
+            "steady arrivals in two thirds of the memory",
             "glm-5.3-slice",
-            f"synthetic:poisson?rate=14&duration=10&{_SLICE}",
-            "tpot_ms=8,ttft_ms=1000",
-            {"device_kv_mib": 512.0},
-            most_tokens=65536,
+            f"synthetic:poisson?rate=6&duration=8&{_SLICE}",
+            _BOUNDS,
+            {"device_kv_mib": 1344.0},
+            most_tokens=57344,
         ),
         Scenario(
             "long-mix",
-            "one request in five is eight times as long",
+            "one request in five is twice as long",
             "glm-5.3-slice",
-            "synthetic:longmix?rate=8&duration=10&text=heldout&prompt_bytes=49200-49900&output_tokens=100-300",
-            "tpot_ms=8,ttft_ms=1000",
-            most_tokens=131072,
+            f"synthetic:longmix?rate=5&duration=8&long=2&{_SLICE}",
+            _BOUNDS,
+            most_tokens=114688,
         ),
         Scenario(
             "diurnal",
             "arrivals that swell and fade",
             "glm-5.3-slice",
-            f"synthetic:diurnal?rate=8&duration=12&{_SLICE}",
-            "tpot_ms=8,ttft_ms=1000",
-            most_tokens=65536,
+            f"synthetic:diurnal?rate=6&duration=9&{_SLICE}",
+            _BOUNDS,
+            most_tokens=57344,
         ),
         Scenario(
             "azure",
             "arrivals of Azure's chat trace",
             "glm-5.3-slice",
-            f"trace:azure-conv?rate=8&duration=12&{_SLICE}",
-            "tpot_ms=8,ttft_ms=1000",
-            most_tokens=65536,
+            f"trace:azure-conv?rate=6&duration=8&{_SLICE}",
+            _BOUNDS,
+            most_tokens=57344,
+        ),
+        Scenario(
+            "tiny",
+            "tiny-dsa: a few short requests, for a CPU",
+            "tiny",
+            "synthetic:step?low=2&high=4&duration=4&text=heldout&prompt_bytes=200-400&output_tokens=48",
+            "tpot_ms=200,ttft_ms=5000",
+            {"device_kv_mib": 12.0, "max_concurrency": 4, "prefill_chunk": 64},
         ),
         Scenario(
             "tiny-burst",

@@ -52,11 +52,12 @@ class Streams:
 
     context: None for requests as they were recorded; else entries that every decoding row sees at
     least, over which selections are stretched. padding: the unit that stands for nothing. unit: entries
-    of one. units: most units that are ever named. UserError for a recording that does not fit the geometry.
+    of one. units: most units that are ever named. limit: recorded
+    requests that are stretched, the longest first (as RecordedSource). UserError for a recording that does not fit the geometry.
     """
 
     def __init__(
-        self, recording: Recording, geometry: Geometry, context: int | None = None, limit: int = 256
+        self, recording: Recording, geometry: Geometry, context: int | None = None, limit: int = 32
     ) -> None:
         self.name = recording.path.stem
         self.context = context
@@ -64,7 +65,8 @@ class Streams:
         recorded = recording.header.selectors
         sources = [i % len(recorded) for i in range(len(geometry.selectors))]
         self.unit = geometry.selectors[0].topk // recorded[sources[0]].topk
-        numbers = _usable(recording, context is not None)[:limit]
+        numbers = _usable(recording, context is not None)
+        numbers = numbers if context is None else numbers[:limit]
         if not numbers:
             raise UserError(f"recording {self.name!r}: no request in it decodes from its prompt on")
         chosen = [[recording.selections(n, s) for s in sources] for n in numbers]
