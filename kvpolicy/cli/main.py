@@ -29,6 +29,8 @@ COMMANDS = {
     "compare": "kvpolicy.cli.compare:compare_command",
     "record": "kvpolicy.cli.record:record_command",
     "oracle": "kvpolicy.cli.oracle:oracle_command",
+    "calibrate": "kvpolicy.cli.twin:calibrate_command",
+    "twin-gap": "kvpolicy.cli.twin:twin_gap_command",
     "bench": "kvpolicy.cli.bench:app",
     "new": "kvpolicy.cli.new:app",
     "list": "kvpolicy.cli.listing:list_command",
@@ -37,7 +39,7 @@ COMMANDS = {
 """Command name -> module:function, in the order of the help."""
 
 LATER = (
-    *("calibrate", "twin-gap", "check", "dashboard"),
+    *("check", "dashboard"),
     *("train", "evaluate", "export", "leaderboard", "serve", "load"),
 )
 """Names that are kept for commands of a later version."""

@@ -165,12 +165,14 @@ class Engine:
             raise
         return [handle.result() for handle in handles]
 
-    def prepare(self, sampled: bool = False) -> None:
+    def prepare(self, sampled: bool = False, contexts: Sequence[int] = ()) -> None:
         """Capture the CUDA graphs of every batch size now, so that no step has to wait for it (without
-        graphs: nothing). sampled: for requests with a temperature too."""
+        graphs: nothing). sampled: for requests with a temperature too. contexts: tokens that contexts will
+        reach (none: the model's limit); graphs are captured for each power of two from 32K on."""
         if self.executor.decoder is not None:
             for kind in (False, True)[: 1 + sampled]:
-                self.executor.decoder.prepare(self.model.geometry.max_context, kind)
+                for most in contexts or (self.model.geometry.max_context,):
+                    self.executor.decoder.prepare(most, kind)
 
     # --- one step --------------------------------------------------------------------------------
 

@@ -116,7 +116,7 @@ class LiveEpisode:
         def submit(arrival: Arrival, params: SamplingParams) -> RequestHandle:
             return submit_to(engine, read, arrival, params)
 
-        self._runner = Runner(engine, load, every=1 << 30, submit=submit)
+        self._runner = Runner(engine, load, every=1 << 30, submit=submit, contexts=scenario.contexts)
         self._followed = 0
         self._decided = engine.control.decisions
         self._steps = engine.steps
@@ -126,7 +126,6 @@ class LiveEpisode:
 
     def begin(self) -> Outcome:
         """On to the first decision (graphs are captured before the load begins)."""
-        self.engine.prepare()
         self._runner.start()
         self._measuring = Measuring(self.engine, self.engine.control.slo)
         self._thread.start()

@@ -94,6 +94,17 @@ class Scenario:
         """Its family."""
         return FAMILIES[self.family]
 
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """Lengths to prepare graphs for: what contexts begin at and what they reach, where that is long."""
+        start = self.own.context
+        if start is None:
+            return ()
+        found = [1 << (start - 1).bit_length()]
+        while found[-1] < self.most_tokens:
+            found.append(2 * found[-1])
+        return tuple(min(each, self.most_tokens) for each in found)
+
     def config(self, **changes: Any) -> EngineConfig:
         """The engine's config, with changes. UserError for what cannot be."""
         values = {**self.own.engine, **self.engine, **changes}
@@ -220,7 +231,7 @@ SCENARIOS: Mapping[str, Scenario] = {
             "tiny",
             "synthetic:step?low=2&high=4&duration=4&text=heldout&prompt_bytes=200-400&output_tokens=48",
             "tpot_ms=200,ttft_ms=5000",
-            {"device_kv_mib": 12.0, "max_concurrency": 4, "prefill_chunk": 64},
+            {"device_kv_mib": 16.0, "max_concurrency": 4, "prefill_chunk": 64},
         ),
         Scenario(
             "tiny-burst",

@@ -168,7 +168,7 @@ class TwinEngine:
         """Engine steps so far, skipped ones included."""
         return self.clock.steps
 
-    def prepare(self, sampled: bool = False) -> None:
+    def prepare(self, sampled: bool = False, contexts: Sequence[int] = ()) -> None:
         """Nothing to prepare."""
 
     def submit(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from kvpolicy.config import SamplingParams
@@ -38,7 +38,8 @@ class Runner:
 
     sampling: of every request, but for its length and seed, which are the workload's. every: engine
     steps between two samples (the engine's control interval). on_step: called after every step.
-    submit: how a request is given to the engine (None: its prompt as it is). due: by number of the request,
+    submit: how a request is given to the engine (None: its prompt as it is). contexts: see
+    ``Engine.prepare``. due: by number of the request,
     when it came, on the engine's clock, where arrivals have times.
     """
 
@@ -50,6 +51,7 @@ class Runner:
         every: int | None = None,
         on_step: Callable[[Engine], None] | None = None,
         submit: Callable[[Arrival, SamplingParams], RequestHandle] | None = None,
+        contexts: Sequence[int] = (),
     ) -> None:
         self.engine = engine
         self.workload = workload
@@ -58,6 +60,7 @@ class Runner:
         self._every = every or engine.config.control_interval
         self._on_step = on_step or (lambda engine: None)
         self._submit = submit or (lambda arrival, params: engine.submit(arrival.prompt, params))
+        self._contexts = contexts
         self.due: dict[int, float] = {}
         self._requests = workload.requests()
         self._next = next(self._requests, None)
@@ -92,7 +95,7 @@ class Runner:
 
     def start(self) -> None:
         """The workload begins now."""
-        self.engine.prepare(sampled=self._sampling.temperature > 0.0)
+        self.engine.prepare(self._sampling.temperature > 0.0, self._contexts)
         self.timeline.origin = self.engine.clock.now()
 
     def ready(self) -> bool:
