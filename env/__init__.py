@@ -14,6 +14,4 @@ REPLAY = "kvpolicy/ResidencyReplay-v0"
 LIVE = "kvpolicy/ResidencyLive-v0"
 
 gymnasium.register(REPLAY, entry_point="kvpolicy.env.replay:ResidencyReplay")
-gymnasium.register(
-    LIVE, entry_point="kvpolicy.env.live:ResidencyLive", nondeterministic=True
-)
+gymnasium.register(LIVE, entry_point="kvpolicy.env.live:ResidencyLive", nondeterministic=True)

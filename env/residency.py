@@ -78,7 +78,7 @@ class ResidencyEnv(gymnasium.Env[Vector, Any]):
         self.action_space = action_space(self.actions)
         if self.actions.kind == "multi_discrete":
             self.action_masks = self._action_masks
-        self.agent = Agent(self.actions, self.actions.wants_curves or self.encoder.wants_curves)
+        self.agent = Agent(self.actions.wants_curves or self.encoder.wants_curves)
         self._episode: Episode | None = None
         self._outcome: Outcome | None = None
         self._taken = 0
@@ -120,7 +120,7 @@ class ResidencyEnv(gymnasium.Env[Vector, Any]):
         """Decide, and serve until the next decision is due."""
         if self._episode is None or self._outcome is None or self._outcome.observation is None:
             raise gymnasium.error.ResetNeeded("step() without an episode: call reset()")
-        self.agent.action = action
+        self.agent.plan = self.actions.decode(action, self._outcome.observation)
         outcome = self._outcome = self._episode.advance()
         self._taken += 1
         reward = self._reward(outcome.terms, self.baseline)

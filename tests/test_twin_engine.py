@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from quick_model import QuickModel
-from recorded import prompts
+from recorded import prompts, recorded
 from toy_model import ToyModel
 
 from kvpolicy.config import EngineConfig, SamplingParams
@@ -17,11 +18,25 @@ from kvpolicy.control.observation import Observation
 from kvpolicy.control.plan import Plan
 from kvpolicy.engine.engine import Engine
 from kvpolicy.memory.layout import Layout
+from kvpolicy.models.dummy import DummyWeights
+from kvpolicy.models.glm_dsa import GlmDsa
 from kvpolicy.recording import Recording
 from kvpolicy.recording.recorder import Recorder
+from kvpolicy.selection.recorded import RecordedSource
+from kvpolicy.selection.source import SelectionSource
 from kvpolicy.twin.cost import CostModel
 from kvpolicy.twin.engine import TwinEngine
 from kvpolicy.twin.streams import Streams
+
+CONTEXT = 150
+
+
+def micro(source: SelectionSource | None = None) -> GlmDsa:
+    """Two groups of four layers of random weights."""
+    cpu = torch.device("cpu")
+    weights = DummyWeights("micro-glm", cpu, torch.bfloat16, 8, vocab=256)
+    return GlmDsa(weights, cpu, "micro-glm", "reference", torch.bfloat16, source)
+
 
 COST = CostModel("none", {"decode_steps": 1e-3, "rows": 1e-5})
 
@@ -115,3 +130,45 @@ def test_the_twin_decides_as_the_engine(tmp_path: Path, model: Any, controller: 
     ):
         assert own_metrics[name] == metrics[name], name
     assert own_metrics["deferred_admissions"] == metrics["deferred_admissions"]
+
+
+@pytest.mark.parametrize("controller", ["hisparse:device_buffer_rows=24", "adaptive", "random"])
+def test_stretched_selections_behind_contexts_nobody_computed(
+    tmp_path: Path, controller: str
+) -> None:
+    """The slice: dummy weights, a recording stretched over a context, requests that begin behind it."""
+    first = micro()
+    recording = recorded(first, tmp_path / "a.npz", prompts(3, 40), 30, device_kv_mib=4.0)
+    own = micro(RecordedSource(recording, first.geometry, torch.device("cpu"), CONTEXT))
+    config = EngineConfig(
+        device="cpu",
+        clock="steps",
+        kv_dtype="fp8",
+        device_kv_mib=0.5,
+        host_kv_mib=8,
+        max_concurrency=3,
+        control_interval=5,
+        controller=controller,
+    )
+    found = []
+    layout = Layout(own.geometry, "fp8")
+    streams = Streams(recording, own.geometry, CONTEXT)
+    twin = TwinEngine(config, layout, streams, COST, most_tokens=CONTEXT + 120)
+    with Engine(config, own) as engine:
+        for each in (engine, twin):
+            params = SamplingParams(max_new_tokens=40)
+            handles: list[Any] = []
+            for i in range(5):
+                handles.append(each.submit(b"x", params, context=CONTEXT + 7 * i))
+                for _ in range(4):
+                    each.step()
+            while not all(handle.done for handle in handles):
+                each.step()
+                each.check_integrity()
+            found.append(([handle.latencies for handle in handles], list(each.control.log)))
+        assert engine.metrics()["fetched_rows"] == twin.metrics()["fetched_rows"] > 0
+    (live, decisions), (told, decided) = found
+    assert live == told and len(decisions) == len(decided) > 10
+    for mine, theirs in zip(decided, decisions, strict=True):
+        assert seen(mine.observation) == seen(theirs.observation)
+        assert mine.projected == theirs.projected

@@ -24,7 +24,9 @@ CONTROLLERS = ["resident", "hisparse", "hybrid", "adaptive", "random"]
 
 Scenarios = Annotated[
     list[str] | None,
-    typer.Option("--scenario", metavar="NAME", help="A registered scenario. May be given several times."),
+    typer.Option(
+        "--scenario", metavar="NAME", help="A registered scenario. May be given several times."
+    ),
 ]
 Controllers = Annotated[
     list[str] | None,
@@ -48,7 +50,9 @@ Saved = Annotated[
 From = Annotated[
     list[Path] | None,
     typer.Option(
-        "--from", metavar="FILE", help="Live runs that --runs kept, instead of runs on this machine."
+        "--from",
+        metavar="FILE",
+        help="Live runs that --runs kept, instead of runs on this machine.",
     ),
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
@@ -63,7 +67,9 @@ def calibrate_command(
     controller: Controllers = None,
     held_out: Annotated[
         str,
-        typer.Option("--held-out", metavar="NAME", help="Scenario whose runs only measure the error."),
+        typer.Option(
+            "--held-out", metavar="NAME", help="Scenario whose runs only measure the error."
+        ),
     ] = "burst",
     name: Annotated[str, typer.Option("--name", help="Of the calibration.")] = "mine",
     seed: Seed = 0,
@@ -90,7 +96,9 @@ def calibrate_command(
     fitted = [w for run in found.runs if run.scenario != held_out for w in run.windows]
     kept = [w for run in found.runs if run.scenario == held_out for w in run.windows]
     about = {
-        "runs": sorted({f"{r.scenario} {r.controller}" for r in found.runs if r.scenario != held_out}),
+        "runs": sorted(
+            {f"{r.scenario} {r.controller}" for r in found.runs if r.scenario != held_out}
+        ),
         "held_out": held_out,
         "machine": found.record.get("device_name"),
         "model": found.record.get("config", {}).get("model"),
@@ -99,7 +107,9 @@ def calibrate_command(
     }
     model = fit(name, fitted, about)
     error = error_of(model, kept)
-    model = type(model)(model.name, model.seconds, {**model.source, "held_out_error": error.to_dict()})
+    model = type(model)(
+        model.name, model.seconds, {**model.source, "held_out_error": error.to_dict()}
+    )
     if output is not None:
         model.write(output)
     document = {"name": name, "seconds": dict(model.seconds), "source": dict(model.source)}
@@ -135,7 +145,9 @@ def twin_gap_command(
     found = _live(names, controller, seed, recording, runs, given, device, seconds, as_json)
     from kvpolicy.episodes.gap import gaps
 
-    result = gaps([r for r in found.runs if scenario is None or r.scenario in names], recording, cost)
+    result = gaps(
+        [r for r in found.runs if scenario is None or r.scenario in names], recording, cost
+    )
     document = {"record": found.record, "scenarios": [each.to_dict() for each in result]}
     emit_json(document, as_json, output)
     if not as_json:
@@ -170,8 +182,7 @@ def _live(
             changes["selection"] = f"{recording}:context={stretched.pop()}"
     say = (lambda line: None) if quiet else warn
     return measure(
-        list(dict.fromkeys(scenarios)),
-        controllers or CONTROLLERS,
+        [(name, controllers or CONTROLLERS) for name in dict.fromkeys(scenarios)],
         seed,
         say=say,
         save=save,
@@ -214,7 +225,17 @@ def _gaps(found: Sequence[ScenarioGap]) -> str:
                     f"{gap.twin_miss_rate:.1%}",
                 ]
             )
-    headings = ["scenario", "controller", "live tok/s", "twin", "gap", "in bounds", "twin", "misses", "twin"]
+    headings = [
+        "scenario",
+        "controller",
+        "live tok/s",
+        "twin",
+        "gap",
+        "in bounds",
+        "twin",
+        "misses",
+        "twin",
+    ]
     lines = [table(headings, rows), ""]
     for each in found:
         same = "same" if each.agrees("live_goodput", "twin_goodput") else "OTHER"

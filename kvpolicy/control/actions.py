@@ -318,8 +318,11 @@ def spread(observation: Observation, retained: float, reserve: float, skew: floa
     level = _level(needs, room)
     weights = _weights(o, skew)
     unit = sum([w * size for w, size in zip(weights, sizes, strict=True)])
-    rows: Target = tuple(math.floor(level * w / unit) for w in weights) if unit > 0 else 0.0
     full: Target = FULL
+    each = (
+        0.0 if math.isinf(level) or unit <= 0 else level / unit
+    )  # everyone is full, or nothing is known
+    rows: Target = tuple(math.floor(each * w) for w in weights)
     return Plan(
         targets={r.request_id: full if need <= level else rows for r, need in zip(o.requests, needs, strict=True)},
         reserve_bytes=plan_reserve,

@@ -9,7 +9,6 @@ from kvpolicy.control.actions import Actions
 from kvpolicy.control.encoder import Encoder, Vector
 from kvpolicy.control.observation import Observation
 from kvpolicy.control.plan import Plan
-from kvpolicy.errors import UserError
 
 __all__ = ["Agent", "PolicyController"]
 
@@ -29,14 +28,12 @@ class PolicyController:
 
 
 class Agent:
-    """Holds the action that has been chosen for the decision that is due. curves: whether measured miss curves
-    are wanted."""
+    """Gives the plan that was made for the decision that is due. wants_curves: whether measured miss curves
+    are to be in observations."""
 
-    def __init__(self, actions: Actions, curves: bool) -> None:
-        self.actions, self.wants_curves = actions, curves
-        self.action: Any = None
+    def __init__(self, wants_curves: bool) -> None:
+        self.wants_curves = wants_curves
+        self.plan = Plan()
 
     def decide(self, observation: Observation) -> Plan:
-        if self.action is None:
-            raise UserError("no action has been given")
-        return self.actions.decode(self.action, observation)
+        return self.plan

@@ -71,7 +71,9 @@ class ScenarioGap:
 
     def order(self, of: str) -> list[str]:
         """Controllers from the best on, by an attribute of Gap."""
-        return [g.controller for g in sorted(self.gaps, key=lambda g: (-getattr(g, of), g.controller))]
+        return [
+            g.controller for g in sorted(self.gaps, key=lambda g: (-getattr(g, of), g.controller))
+        ]
 
     def agrees(self, live: str, twin: str) -> bool:
         """Whether no two controllers that differ by more than TIE in both change places."""
@@ -99,7 +101,7 @@ class ScenarioGap:
 def replayed(run: Served, recording: str | None, cost: str | CostModel | None) -> Served:
     """The twin of a live run: its load, under its controller."""
     scenario = find(run.scenario)
-    engine = make_twin(scenario, run.controller, recording, cost)
+    engine = make_twin(scenario, run.controller, recording, cost, run.first)
     try:
         return serve(engine, scenario, run.controller, registry.make(run.uri))
     finally:

@@ -116,7 +116,9 @@ class LiveEpisode:
         def submit(arrival: Arrival, params: SamplingParams) -> RequestHandle:
             return submit_to(engine, read, arrival, params)
 
-        self._runner = Runner(engine, load, every=1 << 30, submit=submit, contexts=scenario.contexts)
+        self._runner = Runner(
+            engine, load, every=1 << 30, submit=submit, contexts=scenario.contexts
+        )
         self._followed = 0
         self._decided = engine.control.decisions
         self._steps = engine.steps

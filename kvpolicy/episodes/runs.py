@@ -48,8 +48,7 @@ def read_runs(paths: Iterable[Path]) -> Runs:
 
 
 def measure(
-    scenarios: Sequence[str],
-    controllers: Sequence[str],
+    plan: Sequence[tuple[str, Sequence[str]]],
     seed: int,
     split: str = "test",
     say: Callable[[str], None] = lambda line: None,
@@ -57,9 +56,9 @@ def measure(
     seconds: float = 1e9,
     **changes: Any,
 ) -> Runs:
-    """Serve every scenario under every controller on the engine of this machine, one after the other.
+    """Serve scenarios, each under its controllers, on the engine of this machine, one after the other.
 
-    changes: to the scenarios' engine configs. save: written after every run. seconds: no run begins after
+    plan: (scenario, controllers). changes: to the scenarios' engine configs. save: written after every run. seconds: no run begins after
     this. One engine serves all scenarios that share a config.
     """
     import time
@@ -70,7 +69,7 @@ def measure(
     engine: Engine | None = None
     config = None
     try:
-        for name in scenarios:
+        for name, controllers in plan:
             scenario = find(name)
             wanted = scenario.config(**changes)
             if engine is None or wanted != config:

@@ -24,7 +24,8 @@ __all__ = ["Served", "serve"]
 @dataclass(frozen=True)
 class Served:
     """What became of a load. requests: moments of each, seconds from the start. seconds: of the load.
-    counts: what happened, by metric's name. windows: of live runs, see WorkLog."""
+    counts: what happened, by metric's name. windows: of live runs, see WorkLog. first: number of the first
+    request, which decides what stretched selections it replays."""
 
     scenario: str
     controller: str
@@ -33,6 +34,7 @@ class Served:
     requests: tuple[Latencies, ...]
     counts: Mapping[str, float]
     windows: tuple[Window, ...] = field(default=(), repr=False)
+    first: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -58,6 +60,7 @@ class Served:
             "requests": [list(asdict(r).values()) for r in self.requests],
             "counts": dict(self.counts),
             "windows": [window.to_list() for window in self.windows],
+            "first": self.first,
         }
 
     @classmethod
@@ -71,13 +74,22 @@ class Served:
             tuple(Latencies(*each) for each in values["requests"]),
             values["counts"],
             tuple(Window.from_list(each) for each in values["windows"]),
+            values["first"],
         )
 
 
-_COUNTED = ("selected_rows", "fetched_rows", "host_to_device_bytes", "generated_tokens", "preemptions")
+_COUNTED = (
+    "selected_rows",
+    "fetched_rows",
+    "host_to_device_bytes",
+    "generated_tokens",
+    "preemptions",
+)
 
 
-def serve(engine: Engine | TwinEngine, scenario: Scenario, controller: str, load: Workload) -> Served:
+def serve(
+    engine: Engine | TwinEngine, scenario: Scenario, controller: str, load: Workload
+) -> Served:
     """Serve a load under a controller, which the engine is given; at the load's end what is left is cancelled.
     The engine may serve another one afterwards."""
     engine.set_controller(controller)
@@ -115,7 +127,8 @@ def serve(engine: Engine | TwinEngine, scenario: Scenario, controller: str, load
         handle.cancel()
     counts = {name: after[name] - before[name] for name in after}
     windows = () if log is None else tuple(log.windows)
-    return Served(scenario.name, controller, load.uri, load.end, requests, counts, windows)
+    first = runner.handles[0].id if runner.handles else 0
+    return Served(scenario.name, controller, load.uri, load.end, requests, counts, windows, first)
 
 
 def _counts(engine: Engine | TwinEngine) -> dict[str, float]:

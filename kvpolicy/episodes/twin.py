@@ -61,9 +61,11 @@ def make_twin(
     controller: ControllerLike,
     recording: str | None = None,
     cost: str | CostModel | None = None,
+    first: int = 0,
     **changes: Any,
 ) -> TwinEngine:
-    """The twin of a scenario's engine. recording, cost: instead of its family's. UserError for what does
+    """The twin of a scenario's engine. recording, cost: instead of its family's. first: number of
+    the first request. UserError for what does
     not fit together."""
     family = scenario.own
     config = scenario.config(**{"controller": controller, "clock": "wall", **changes})
@@ -75,6 +77,7 @@ def make_twin(
         model,
         runs_ahead=True,
         most_tokens=scenario.most_tokens,
+        first=first,
     )
 
 

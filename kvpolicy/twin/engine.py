@@ -114,7 +114,7 @@ class TwinEngine:
 
     config: of the engine it stands for (``clock: wall`` is the cost model's). layout: its rows. streams:
     what requests select. cost: seconds of a step. runs_ahead: as an engine on a GPU, where decisions
-    come behind the launch. most_tokens: longest request where streams are stretched.
+    come behind the launch. most_tokens: longest request where streams are stretched. first: number of the first request.
     """
 
     def __init__(
@@ -125,6 +125,7 @@ class TwinEngine:
         cost: CostModel,
         runs_ahead: bool = False,
         most_tokens: int = 0,
+        first: int = 0,
     ) -> None:
         self.config, self.streams, self.cost = config, streams, cost
         self.clock = TwinClock(config.clock)
@@ -158,7 +159,7 @@ class TwinEngine:
         self.work = Work()
         self._layers = sum(s.store.n_layers for s in layout.stores)
         self._selectors = len(layout.geometry.selectors)
-        self._next_id = 0
+        self._next_id = self._first = first
         self._open: _Open | None = None
         self.last_work = Work()
         self._moved = self._entered = 0
@@ -323,7 +324,7 @@ class TwinEngine:
             waiting=self.scheduler.waiting,
             seats_free=self.scheduler.seats_free,
             queue_bytes=self.residents.queue_bytes(),
-            arrivals=self._next_id,
+            arrivals=self._next_id - self._first,
             finished=self.totals.finished,
             preemptions=self.totals.preemptions,
             tokens=self.totals.generated_tokens,

@@ -85,7 +85,9 @@ def fit(name: str, windows: Sequence[Window], source: Mapping[str, Any]) -> Cost
     are far off (a compilation, somebody else's load) are left out in a second fit. UserError for fewer
     windows than terms."""
     if len(windows) < 2 * len(TERMS):
-        raise UserError(f"{len(windows)} windows: {2 * len(TERMS)} are needed for {len(TERMS)} terms")
+        raise UserError(
+            f"{len(windows)} windows: {2 * len(TERMS)} are needed for {len(TERMS)} terms"
+        )
     work = np.array([window.work.values() for window in windows])
     seconds = np.array([window.seconds for window in windows])
     kept = np.ones(len(windows), dtype=bool)

@@ -97,9 +97,7 @@ class WorkLog:
             work.prompt_keys += count * (request.computed - count) * self._selectors
             hot = self._engine.memory.requests[request.id].hot
             mapped = sum(
-                layers
-                for layers, cache in zip(self._layers, hot, strict=True)
-                if not cache.full
+                layers for layers, cache in zip(self._layers, hot, strict=True) if not cache.full
             )
             work.prompt_mapped_rows += count * mapped
             self._enter(request)
