@@ -13,5 +13,9 @@ __all__ = ["LIVE", "REPLAY"]
 REPLAY = "kvpolicy/ResidencyReplay-v0"
 LIVE = "kvpolicy/ResidencyLive-v0"
 
-gymnasium.register(REPLAY, entry_point="kvpolicy.env.replay:ResidencyReplay")
+gymnasium.register(
+    REPLAY,
+    entry_point="kvpolicy.env.replay:ResidencyReplay",
+    vector_entry_point="kvpolicy.env.vector:ResidencyVector",
+)
 gymnasium.register(LIVE, entry_point="kvpolicy.env.live:ResidencyLive", nondeterministic=True)

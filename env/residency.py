@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from kvpolicy.control.actions import make_actions
 from kvpolicy.control.encoder import DEFAULT_GROUPS, Encoder, Vector
-from kvpolicy.control.observation import Observation
 from kvpolicy.control.plan import Plan
 from kvpolicy.env.spaces import action_space, observation_space
 from kvpolicy.episodes.agent import Agent
+from kvpolicy.episodes.picture import picture
 from kvpolicy.episodes.scenarios import find
 from kvpolicy.episodes.twin import Outcome
 from kvpolicy.errors import UserError
-from kvpolicy.telemetry.reward import Baseline, reward_named
+from kvpolicy.telemetry.reward import reward_named
 from kvpolicy.workloads.workload import Workload
 
 __all__ = ["ResidencyEnv"]
@@ -97,7 +97,7 @@ class ResidencyEnv(gymnasium.Env[Vector, Any]):
         for _ in range(16):
             self._leave()
             load = self.scenario.load(self.split, self.np_random)
-            self.baseline = self._baseline(load)
+            self.baseline = self.scenario.baseline(load)
             self._episode = self._start(load, int(self.np_random.integers(1 << 31)))
             self._outcome = self._episode.begin()
             self._taken = 0
@@ -107,14 +107,17 @@ class ResidencyEnv(gymnasium.Env[Vector, Any]):
                 raise UserError(f"the episode could not begin: {self._outcome.ended}")
         else:
             raise UserError(f"scenario {self.scenario.name!r}: no load of 16 had a decision in it")
-        info = {
+        return self._observe(self._outcome), self._about(load)
+
+    def _about(self, load: Workload) -> dict[str, Any]:
+        """What a reset tells of the episode."""
+        return {
             "scenario": self.scenario.name,
             "split": self.split,
             "workload": load.uri,
             "baseline_tokens_per_s": self.baseline.tokens_per_s,
             "baseline": self.baseline.name,
         }
-        return self._observe(self._outcome), info
 
     def step(self, action: Any) -> tuple[Vector, float, bool, bool, dict[str, Any]]:
         """Decide, and serve until the next decision is due."""
@@ -141,7 +144,12 @@ class ResidencyEnv(gymnasium.Env[Vector, Any]):
             return None
         o = self._outcome.observation
         if self.render_mode == "rgb_array":
-            return picture(o)
+            pool = 1 if o is None else max(o.pool_bytes, 1)
+            return (
+                picture(0, 0)
+                if o is None
+                else picture(o.required_bytes / pool, o.optional_bytes / pool)
+            )
         if o is None:
             return f"the episode has ended: {self._outcome.ended}"
         pool = max(o.pool_bytes, 1)
@@ -159,9 +167,6 @@ class ResidencyEnv(gymnasium.Env[Vector, Any]):
 
     def _leave(self) -> None:
         self._episode = self._outcome = None
-
-    def _baseline(self, load: Workload) -> Baseline:
-        return self.scenario.baseline(load)
 
     def _observe(self, outcome: Outcome) -> Vector:
         if outcome.observation is None:
@@ -202,17 +207,3 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "default": plan.default,
         "reserve_bytes": plan.reserve_bytes,
     }
-
-
-def picture(observation: Observation | None) -> NDArray[np.uint8]:
-    """The pool as a bar, uint8 [32, 256, 3]: required grey, history blue, free white; black where an episode
-    has ended."""
-    image = np.zeros((32, 256, 3), dtype=np.uint8)
-    if observation is not None:
-        pool = max(observation.pool_bytes, 1)
-        required = round(256 * observation.required_bytes / pool)
-        history = required + round(256 * observation.optional_bytes / pool)
-        image[:] = 255
-        image[:, :history] = (31, 119, 180)
-        image[:, :required] = 127
-    return image

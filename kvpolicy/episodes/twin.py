@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -14,17 +15,19 @@ from kvpolicy.controllers import ControllerLike
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.handle import RequestHandle
 from kvpolicy.episodes.measuring import Measuring
-from kvpolicy.episodes.scenarios import Scenario
+from kvpolicy.episodes.fluid import FluidEpisodes
+from kvpolicy.episodes.scenarios import FAMILIES, Scenario
 from kvpolicy.memory.layout import Layout
 from kvpolicy.recording import Recording
 from kvpolicy.telemetry.reward import Terms
 from kvpolicy.twin.cost import CostModel, load_cost
 from kvpolicy.twin.engine import TwinEngine
 from kvpolicy.twin.streams import Streams
+from kvpolicy.twin.tables import MissTable, miss_table
 from kvpolicy.workloads.runner import Runner
 from kvpolicy.workloads.workload import Arrival, Workload
 
-__all__ = ["Outcome", "TwinEpisode", "make_twin"]
+__all__ = ["Outcome", "TwinEpisode", "make_fluid", "make_twin", "submit_to"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +47,11 @@ class Outcome:
 
 @lru_cache(maxsize=8)
 def _streams(recording: str, family: str, context: int | None) -> Streams:
-    from kvpolicy.episodes.scenarios import FAMILIES
-
     return Streams(Recording(recording), FAMILIES[family].geometry(), context)
 
 
 @lru_cache(maxsize=8)
 def _layout(family: str, kv_dtype: str) -> Layout:
-    from kvpolicy.episodes.scenarios import FAMILIES
-
     return Layout(FAMILIES[family].geometry(), kv_dtype)
 
 
@@ -78,6 +77,33 @@ def make_twin(
         runs_ahead=True,
         most_tokens=scenario.most_tokens,
         first=first,
+    )
+
+
+@lru_cache(maxsize=8)
+def _table(recording: str, family: str, context: int | None) -> MissTable:
+    return miss_table(_streams(recording, family, context), FAMILIES[family].geometry())
+
+
+def make_fluid(
+    scenario: Scenario,
+    count: int,
+    draw: Callable[[int], Workload],
+    recording: str | None = None,
+    cost: str | None = None,
+    **changes: Any,
+) -> FluidEpisodes:
+    """Episodes of the fast fidelity; recording, cost: as of :func:`make_twin`. draw: the next load of an episode."""
+    family = scenario.own
+    config = scenario.config(**changes)
+    return FluidEpisodes(
+        scenario,
+        _layout(family.name, config.kv_dtype),
+        _table(recording or family.recording, family.name, family.context),
+        load_cost(cost or family.cost),
+        count,
+        draw,
+        **changes,
     )
 
 
