@@ -42,6 +42,8 @@ RANK = {
     "bench": 8,
     "serving": 8,
     "testing": 9,
+    "twin": 8,
+    "episodes": 8,
     "": 8,
     "cli": 9,
     "__main__": 10,
@@ -65,7 +67,7 @@ FOLDER_OF = {
 # stack, and only kernels know triton, which exists on Linux only.
 ONLY_IN = {
     "gymnasium": {"kvpolicy.env", "kvpolicy.agents"},
-    "stable_baselines3": {"kvpolicy.agents"},
+    "stable_baselines3": {"kvpolicy.env", "kvpolicy.agents"},
     "triton": {"kvpolicy.kernels"},
     "matplotlib": {"kvpolicy"},
     "fastapi": {"kvpolicy"},

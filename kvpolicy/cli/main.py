@@ -34,6 +34,8 @@ COMMANDS = {
     "regret": "kvpolicy.cli.regret:regret_command",
     "check": "kvpolicy.cli.check:check_command",
     "dashboard": "kvpolicy.cli.dashboard:dashboard_command",
+    "calibrate": "kvpolicy.cli.twin:calibrate_command",
+    "twin-gap": "kvpolicy.cli.twin:twin_gap_command",
     "bench": "kvpolicy.cli.bench:app",
     "new": "kvpolicy.cli.new:app",
     "list": "kvpolicy.cli.listing:list_command",
@@ -41,10 +43,7 @@ COMMANDS = {
 }
 """Command name -> module:function, in the order of the help."""
 
-LATER = (
-    *("calibrate", "twin-gap"),
-    *("train", "evaluate", "export", "leaderboard"),
-)
+LATER = (*("train", "evaluate", "export", "leaderboard"),)
 """Names that are kept for commands of a later version."""
 
 PLUGIN_GROUP = "kvpolicy.commands"

@@ -213,8 +213,23 @@ class ControlLoop:
 
     def step(self, memory: Hierarchy, load: LoadView) -> None:
         """Decide and apply."""
+        observation = self.observe(memory, load)
+        if observation is not None:
+            self.act(memory, observation)
+
+    def act(self, memory: Hierarchy, observation: Observation) -> None:
+        """Decide on what :meth:`observe` gave, and apply it."""
+        decision = self.decider.decide(observation)
+        memory.set_budgets(decision.projected.budgets)
+        self.draft_tokens = decision.projected.draft_tokens
+        for listener in self.listeners:
+            listener(decision)
+
+    def observe(self, memory: Hierarchy, load: LoadView) -> Observation | None:
+        """What the next decision is about, None where nothing runs. The next observation counts from
+        here on."""
         if not load.running:
-            return
+            return None
         step = load.step
         counted = memory.counters.retrieval.received() if load.late else memory.counted()
         now = _Baseline(
@@ -233,11 +248,7 @@ class ControlLoop:
             curves = self._follower.curves(memory, observation.requests, load.late)
             observation = replace(observation, curves=curves)
         self._base, self._due = now, False
-        decision = self.decider.decide(observation)
-        memory.set_budgets(decision.projected.budgets)
-        self.draft_tokens = decision.projected.draft_tokens
-        for listener in self.listeners:
-            listener(decision)
+        return observation
 
     def _observe(
         self, now: _Baseline, memory: Hierarchy, load: LoadView, counted: Counted
