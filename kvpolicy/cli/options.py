@@ -357,8 +357,6 @@ class Options:
         Path | None, _option("--output", _OUTPUT, "Write the JSON to a file too.", "FILE")
     ] = None
 
-    shadow: Annotated[list[str] | None, _later("--shadow")] = None
-
 
 def takes(kind: type[_Options]) -> Callable[[Callable[[_Options], None]], Callable[..., None]]:
     """Turn a function of an options record into one whose parameters are the record's fields."""

@@ -250,6 +250,11 @@ class PolicyDiagnostics:
         for tag, value in found.items():
             self._scalar(tag, value)
 
+    def note(self, text: str, step: int) -> None:
+        """Something that happened to the policy, a swap for instance."""
+        self._writer.add_text("policy/swaps", text, step)
+        self._writer.flush()
+
     def flush(self) -> None:
         """What was written is in the file."""
         self._writer.flush()

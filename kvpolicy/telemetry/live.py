@@ -94,6 +94,10 @@ class LiveDiagnostics:
         new, self._seen[name] = len(kept) - self._seen[name], len(kept)
         return [kept[len(kept) - new + i] for i in range(new)]
 
+    def note(self, text: str) -> None:
+        """Something that happened to the policy now, a swap for instance."""
+        self._own.note(text, self._engine.steps)
+
     def finish(self, record: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
         """The record and what came of it; metrics of a shadow are its report."""
         config = {**record.get("config", {}), "workload": record.get("workload")}
