@@ -185,8 +185,6 @@ def _not_yet(what: str) -> UserError:
 
 def _refuse_later_options(options: Options) -> None:
     """Options that are named already accept their default; the rest comes later."""
-    if options.shadow:
-        raise _not_yet("'--shadow'")
 
 
 def _refuse_later_values(values: Mapping[str, Any]) -> None:
