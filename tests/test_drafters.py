@@ -25,7 +25,7 @@ from kvpolicy.speculative.drafters.blockwise import Blockwise
 from kvpolicy.speculative.drafters.config import DrafterConfig
 from kvpolicy.speculative.drafters.dflash2 import DFlash2
 from kvpolicy.speculative.drafters.dspark import DSpark
-from kvpolicy.speculative.drawing import RowSampling
+from kvpolicy.speculative.drawing import RowSampling, draw
 from kvpolicy.speculative.proposal import Dense, Proposal, Sparse
 
 TAPS = 40
@@ -237,6 +237,25 @@ def test_drawn_tokens_follow_the_law_that_is_handed_over(target: GlmDsa, method:
     freedom = float(likely.sum())
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5
     assert seen[law == 0].sum() == 0
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_a_block_is_drawn_as_tokens_one_by_one(target: GlmDsa, coupled: bool) -> None:
+    """The rule of ``kvpolicy.speculative.drawing``, bit for bit, greedy requests beside sampled ones."""
+    config = small_config("dspark")
+    drafter, taps = drafter_of(config, target), some_taps(TAPS, config)
+    assert isinstance(drafter, DSpark)
+    context, where = window_of(drafter, taps, 20, config.window - 1)
+    inputs = (torch.full((3,), 65), torch.full((3,), 20), context.expand(3, -1, -1))
+    how = replace(sampling(3), temperature=torch.tensor([0.0, 0.5, 1.2], dtype=torch.float64))
+    found = drafter.propose(*inputs, where.expand(3, -1), how, coupled)
+    logits = drafter.body.logits(drafter.body.block(*inputs, where.expand(3, -1)))
+    previous, law = inputs[0], dense_law(found, 264)
+    for k in range(config.tokens):
+        scores = drafter.corrected(logits[:, k], previous)
+        previous, own = draw(scores, None, how, inputs[1], k + 1, coupled)
+        assert torch.equal(found.tokens[:, k], previous)
+        assert torch.equal(law[:, k], own)
 
 
 @pytest.mark.parametrize("method", METHODS)
