@@ -31,7 +31,8 @@ def proposed_probability(
     if candidates is None:
         return probabilities.gather(-1, tokens[..., None])[..., 0].double()
     hit = candidates == tokens[..., None]
-    return torch.where(hit, probabilities, 0.0).amax(dim=-1).double()
+    # One of them is not zero, so the order of the sum is of no account.
+    return torch.where(hit, probabilities.double(), 0.0).sum(dim=-1)
 
 
 def excess(target: Tensor, scale: Tensor, candidates: Tensor | None, proposed: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from pydantic import (
 
 from kvpolicy import evictions
 from kvpolicy.errors import UserError, unknown_name
-from kvpolicy.memory.rule import Eviction
+from kvpolicy.memory.rule import Admission, Eviction
 from kvpolicy.yaml_values import read_yaml
 
 if TYPE_CHECKING:
@@ -93,7 +93,8 @@ class EngineConfig(Settings):
     ``scheduled`` verifies as many proposed tokens as pay for their rows and fetches.
     device_kv_mib: device memory for KV of all kinds (rows, index keys, maps, staging, in-flight).
     host_kv_mib: host memory for the history. staging_rows: transient rows shared by all requests
-    (None: what max_concurrency requests can select at once). floor_rows: hot rows per request and
+    (None: what max_concurrency requests can select at once; with a drafter as many times as they have rows,
+    up to a quarter of the device memory). floor_rows: hot rows per request and
     layer that no controller can take. prefill_chunk: prompt rows computed in one step.
     control_interval: steps between two decisions. decision_deadline_ms: what one may take before the
     fallback controller decides (0: no deadline; none either where steps are the clock). decision_log:
@@ -116,7 +117,7 @@ class EngineConfig(Settings):
     controller: SkipValidation[ControllerLike] = "hisparse"
     controller_isolation: Literal["auto", "thread"] = "auto"
     eviction: Eviction | None = None
-    admission: Literal["all", "accepted"] | None = None
+    admission: Admission | None = None
     drafter: SkipValidation[Any] = "none"
     num_draft_tokens: int | None = Field(default=None, ge=1, le=64)
     verification: Literal["standard", "block", "coupled"] = "standard"

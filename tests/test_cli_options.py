@@ -219,7 +219,6 @@ def test_bad_load_option(arguments: list[str], part: str) -> None:
     [
         ["--shadow", "resident"],
         ["--model", "tiny-csa"],
-        ["--admission", "accepted"],
     ],
 )
 def test_later_options_say_so(arguments: list[str]) -> None:

@@ -51,3 +51,11 @@ def test_layer_kernels_compile(tmp_path: Path) -> None:
     for line in products:
         assert len(line["wgmma"]) == 1 and line["wgmma"][0].startswith("m64n"), line
         assert line["bulk"] >= 4, line
+
+
+@pytest.mark.full  # 8 programs of 2 s each
+def test_sampling_kernels_compile(tmp_path: Path) -> None:
+    """Noise and acceptance, for dense and sparse proposals, standard and block; nothing spills."""
+    lines = lines_of("compile_acceptance.py", tmp_path)
+    assert [line["kernel"] for line in lines].count("accept") == 4
+    assert len(lines) == 8 and not any(line["spilled"] for line in lines), lines

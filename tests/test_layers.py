@@ -23,6 +23,8 @@ RANK = {
     "plugins": 1,
     "evictions": 2,
     "telemetry": 1,
+    "telemetry.diagnostics": 5,
+    "telemetry.live": 7,
     "geometry": 2,
     "recording": 3,
     "memory": 3,
@@ -35,8 +37,13 @@ RANK = {
     "speculative": 6,
     "engine": 7,
     "recording.recorder": 7,
+    "shadows": 7,
     "workloads": 7,
     "bench": 8,
+    "serving": 8,
+    "testing": 9,
+    "twin": 8,
+    "episodes": 8,
     "": 8,
     "cli": 9,
     "__main__": 10,
@@ -60,9 +67,13 @@ FOLDER_OF = {
 # stack, and only kernels know triton, which exists on Linux only.
 ONLY_IN = {
     "gymnasium": {"kvpolicy.env", "kvpolicy.agents"},
-    "stable_baselines3": {"kvpolicy.agents"},
+    "stable_baselines3": {"kvpolicy.env", "kvpolicy.agents"},
     "triton": {"kvpolicy.kernels"},
     "matplotlib": {"kvpolicy"},
+    "fastapi": {"kvpolicy"},
+    "starlette": {"kvpolicy"},
+    "uvicorn": {"kvpolicy"},
+    "prometheus_client": {"kvpolicy"},
     "transformers": set(),
 }
 

@@ -27,6 +27,27 @@ def _mix(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
+def philox(block, position, role, seed):
+    """Four 32-bit words of each counter, uint64. block: the shape of the result; the others are of that
+    shape or numbers, uint64."""
+    zero = tl.zeros_like(block)
+    low = zero + 0xFFFFFFFF
+    c0, c1, c2, c3 = block, zero + (position & low), zero + (position >> 32), zero + role
+    k0, k1 = zero + (seed & low), zero + (seed >> 32)
+    for _ in tl.static_range(10):
+        c0, c1, c2, c3 = _mix(c0, c1, c2, c3, k0, k1)
+        k0 = (k0 + 0x9E3779B9) & low
+        k1 = (k1 + 0xBB67AE85) & low
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def in_unit(bits):
+    """32-bit words as float64 in (0, 1)."""
+    return (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32
+
+
+@triton.jit
 def _gumbel_kernel(
     seeds,
     positions,
@@ -42,25 +63,12 @@ def _gumbel_kernel(
     seed = tl.load(seeds + row).to(tl.uint64)
     position = tl.load(positions + row).to(tl.uint64)
     role = tl.load(roles + row).to(tl.uint64) if ROLES else ROLE
-    zero = tl.zeros([BLOCK], tl.uint64)
-    low = zero + 0xFFFFFFFF
-    c0, c1, c2, c3 = (
-        block.to(tl.uint64),
-        zero + (position & low),
-        zero + (position >> 32),
-        zero + role,
-    )
-    k0, k1 = zero + (seed & low), zero + (seed >> 32)
-    for _ in tl.static_range(10):
-        c0, c1, c2, c3 = _mix(c0, c1, c2, c3, k0, k1)
-        k0 = (k0 + 0x9E3779B9) & low
-        k1 = (k1 + 0xBB67AE85) & low
+    c0, c1, c2, c3 = philox(block.to(tl.uint64), position, role, seed)
     at = noise + row * width
     for word in tl.static_range(4):
         bits = c0 if word == 0 else c1 if word == 1 else c2 if word == 2 else c3
-        uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32
         token = block * 4 + word
-        tl.store(at + token, -tl.log(-tl.log(uniform)), mask=token < width)
+        tl.store(at + token, -tl.log(-tl.log(in_unit(bits))), mask=token < width)
 
 
 def gumbel(seeds: Tensor, positions: Tensor, width: int, role: int | Tensor = 0) -> Tensor:

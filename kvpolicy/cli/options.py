@@ -92,6 +92,16 @@ class Options:
             "SPEC",
         ),
     ] = None
+    shadow: Annotated[
+        list[str] | None,
+        _option(
+            "--shadow",
+            _POLICY,
+            "Another controller's bookkeeping beside the live one: what it would have missed on the "
+            "same batches, exactly. Repeatable.",
+            "SPEC",
+        ),
+    ] = None
     eviction: Annotated[
         str | None,
         _option(
@@ -104,7 +114,13 @@ class Options:
     ] = None
     admission: Annotated[
         str | None,
-        _option("--admission", _POLICY, "Which fetched rows may stay; so far all.", "all"),
+        _option(
+            "--admission",
+            _POLICY,
+            "Which rows fetched for proposed tokens may stay: all, or let those go first that only rejected "
+            "tokens wanted (default: the controller's own, mostly accepted).",
+            "all|accepted",
+        ),
     ] = None
     drafter: Annotated[
         list[str] | None,

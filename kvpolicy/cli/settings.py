@@ -27,7 +27,6 @@ __all__ = ["LATER_VALUES", "Resolved", "resolve"]
 
 LATER_VALUES: Mapping[str, tuple[str, ...]] = {
     "model": ("tiny-csa",),
-    "admission": ("accepted",),
 }
 """Values of settings that are kept for a later version."""
 
@@ -36,7 +35,7 @@ LATER_VALUES: Mapping[str, tuple[str, ...]] = {
 class Resolved:
     """The settings of a command. controllers, drafters: what was named, in order, perhaps nothing.
 
-    workload: what was named, None for prompts. tpot_bound: seconds.
+    workload: what was named, None for prompts. tpot_bound: seconds. shadows: specs, in order.
     """
 
     engine: EngineConfig
@@ -46,14 +45,26 @@ class Resolved:
     workload: Workload | None = None
     slo: Slo | None = None
     tpot_bound: float | None = None
+    shadows: tuple[str, ...] = ()
 
 
-def resolve(options: Options) -> Resolved:
-    """Merge the sources of settings; anything wrong with them is a UserError."""
+BLOCKS = ("policy", "server")
+"""Blocks in a server's config; the server reads them."""
+
+
+def resolve(options: Options, extra: Mapping[str, Any] | None = None) -> Resolved:
+    """Merge the sources of settings; anything wrong with them is a UserError.
+
+    extra: settings of a server's config that stand in blocks (None: such a config is refused).
+    """
     _refuse_later_options(options)
     values: dict[str, Any] = {}
     if options.config is not None:
-        values |= _from_file(options.config)
+        values |= _from_file(options.config, () if extra is None else BLOCKS)
+    for key in extra or ():
+        if key in values:
+            raise UserError(f"config {str(options.config)!r}: {key!r} is given twice")
+    values |= extra or {}
     for text in options.overrides or ():
         key, value = parse_override(text)
         _check_key(key, f"--set {text!r}")
@@ -85,6 +96,7 @@ def resolve(options: Options) -> Resolved:
         workload=workload,
         slo=None if options.slo is None else parse_slo(options.slo),
         tpot_bound=_tpot_bound(options.tpot_bound_ms),
+        shadows=tuple(options.shadow or ()),
     )
 
 
@@ -125,11 +137,13 @@ def _tpot_bound(milliseconds: float | None) -> float | None:
     return milliseconds / 1e3
 
 
-def _from_file(path: Path) -> dict[str, Any]:
+def _from_file(path: Path, blocks: tuple[str, ...] = ()) -> dict[str, Any]:
     origin = f"config {str(path)!r}"
     values: dict[str, Any] = {}
     for key, value in load_yaml(path).items():
         name = key.replace("-", "_")
+        if name in blocks:
+            continue
         _check_key(name, origin)
         if name in values:
             raise UserError(f"{origin}: {name!r} is given twice")

@@ -197,7 +197,7 @@ def _share_out(state: _State, observation: Observation) -> Rows:
 
 def _toward(state: _State, held: Rows, fair: Rows, behind: NDArray[np.bool_], lacking: int) -> Rows:
     """A few caches that are far behind get their fair share; for them, and for the frames that are
-    lacking, those furthest above theirs give, as few as can. Everybody's fair share where that does not do."""
+    lacking, those furthest above theirs give, as few as can. Where that does not do, all get their share."""
     frames, even = held.ravel().copy(), fair.ravel()
     deficit = np.where(behind, fair - held, 0).ravel()
     raised = np.argsort(-deficit, kind="stable")[: min(MOVES, int(behind.sum()))]

@@ -26,7 +26,7 @@ from kvpolicy.engine.parts import (
 )
 from kvpolicy.engine.prompt import Prompt, token_ids
 from kvpolicy.engine.reload import RunTimeChanges, changes, read
-from kvpolicy.engine.request import Request, RequestOutput
+from kvpolicy.engine.request import OnToken, Request, RequestOutput
 from kvpolicy.engine.residents import Residents
 from kvpolicy.engine.scheduler import Scheduler
 from kvpolicy.engine.verify_schedule import VerifySchedule
@@ -35,6 +35,9 @@ from kvpolicy.memory.layout import Layout
 from kvpolicy.models.loader import DecodeModel
 from kvpolicy.telemetry.record import run_record
 from kvpolicy.telemetry.slo import Slo
+
+# An idle wall-clock run wakes this often: an interrupt and the progress display wait no longer.
+LONGEST_SLEEP_S = 0.05
 
 
 class Engine:
@@ -64,9 +67,11 @@ class Engine:
             self.device,
             self.speculator.width if self.speculator else 0,
         )
-        if self.speculator is not None and self.config.verify_length == "scheduled":
-            wall = self.config.clock == "wall"
-            self.speculator.schedule = VerifySchedule(self.memory, self.speculator.width, wall)
+        if self.speculator is not None:
+            schedule, wall = None, self.config.clock == "wall"
+            if self.config.verify_length == "scheduled":
+                schedule = VerifySchedule(self.memory, self.speculator.width, wall)
+            self.speculator.attach(self.memory, schedule)
         self.scheduler = Scheduler(self.config.max_concurrency, self.config.prefill_chunk)
         self.requests: dict[int, Request] = {}
         self.totals = Metrics()
@@ -81,7 +86,7 @@ class Engine:
         self._runs_ahead = self.executor.runs_ahead and self.config.clock == "wall"
         self._launched: Launched | None = None
         self.residents = Residents(self.memory, self.scheduler, self.control, self.totals)
-        self.observer: StepObserver | None = None
+        self.observers: list[StepObserver] = []
         self._next_id = 0
         self.clock = Clock(self.config.clock)
         self._closed = False
@@ -95,10 +100,15 @@ class Engine:
     # --- requests --------------------------------------------------------------------------------
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams | None = None, context: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        context: int = 0,
+        on_token: OnToken | None = None,
     ) -> RequestHandle:
         """Queue a request. context: with dummy weights, tokens before the prompt that count as computed:
-        pseudo-random rows stand in for theirs (to measure long contexts without reading them).
+        pseudo-random rows stand in for theirs (to measure long contexts without reading them). on_token:
+        called within a step with each token and the logits that decided it.
 
         UserError for an empty or wrong prompt, CapacityError (naming the tier) for one that this engine
         could never hold."""
@@ -117,6 +127,7 @@ class Engine:
             arrived_step=self.steps,
             clock=self.clock,
             context=context,
+            on_token=on_token,
         )
         limit = self.model.geometry.max_context
         if request.max_tokens > limit:
@@ -184,12 +195,15 @@ class Engine:
             raise
         return [handle.result() for handle in handles]
 
-    def prepare(self, sampled: bool = False) -> None:
+    def prepare(self, sampled: bool = False, contexts: Sequence[int] = ()) -> None:
         """Capture the CUDA graphs of every batch size now, so that no step has to wait for it (without
-        graphs: nothing). sampled: for requests with a temperature too."""
-        if self.executor.decoder is not None:
-            for kind in (False, True)[: 1 + sampled]:
-                self.executor.decoder.prepare(self.model.geometry.max_context, kind)
+        graphs: nothing). sampled: for requests with a temperature too. contexts: tokens that contexts will
+        reach (none: the model's limit); graphs are captured for each power of two from 32K on."""
+        for runs in (self.executor.decoder, self.executor.verifier):
+            if runs is not None:
+                for kind in (False, True)[: 1 + sampled]:
+                    for most in contexts or (self.model.geometry.max_context,):
+                        runs.prepare(most, kind)
 
     # --- one step --------------------------------------------------------------------------------
 
@@ -216,13 +230,14 @@ class Engine:
         self.residents.admit(self.steps)
         self.residents.grow(self.steps)
         if self.speculator is not None:
+            self.speculator.limit(self.control.draft_tokens)
             self.residents.grow_for_drafts(self.speculator.cap)
         batch = self.scheduler.batch()
         if not batch and self._launched is None:
             return False
         launched = self.executor.launch(batch, self.steps) if batch else None
-        if self.observer is not None and launched is not None:
-            self.observer(self.steps, batch)
+        for observer in self.observers if launched is not None else ():
+            observer(self.steps, batch)
         self.totals.decode_steps += bool(batch.decode)
         if decided and self._runs_ahead:
             # Behind the launch: the device has two steps to compute while the host decides.
@@ -259,6 +274,7 @@ class Engine:
             tokens=self.totals.generated_tokens,
             seconds=0.0 if self.clock.counts_steps else self.totals.busy_seconds,
             late=self._runs_ahead,
+            speculation=self.speculator.counts if self.speculator else None,
         )
 
     def _emit(self, launched: Launched | None) -> None:
@@ -288,6 +304,11 @@ class Engine:
         self.totals.note_step(self.memory, time.perf_counter() - started)
         if self.config.validate_:
             self.check_integrity()
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass without work, on the wall clock: at most so long, and no longer than an interrupt
+        may have to wait."""
+        time.sleep(min(seconds, LONGEST_SLEEP_S))
 
     def skip(self, steps: int = 1) -> None:
         """Let time pass without work, where steps are the clock and nothing runs."""

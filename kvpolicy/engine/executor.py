@@ -15,6 +15,7 @@ from kvpolicy.engine.request import Request
 from kvpolicy.engine.sampler import DeviceSampler
 from kvpolicy.engine.scheduler import Batch, Rows
 from kvpolicy.engine.speculation import Drafts, Speculator, Verdict
+from kvpolicy.engine.verifying import VerifyDecoder
 from kvpolicy.kernels.paging import upload
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.transfer import ToHost
@@ -106,7 +107,11 @@ class Executor:
         self.sampler = DeviceSampler(seats, self._device) if on_device else None
         self.speculator = speculator
         self.decoder: Decoder | None = None
-        if on_device_only(model) and speculator is None:
+        self.verifier: VerifyDecoder | None = None
+        if on_device_only(model) and speculator is not None:
+            capture = graphs and on_device
+            self.verifier = VerifyDecoder(model, memory, speculator, seats, capture)
+        elif on_device_only(model):
             capture = graphs and on_device
             self.decoder = Decoder(model, memory, self.sampler, seats, capture)
 
@@ -117,7 +122,7 @@ class Executor:
 
     def close(self) -> None:
         """Drop captured graphs and what they hold. Nothing may run any more."""
-        self.decoder = None
+        self.decoder = self.verifier = None
 
     def launch(self, batch: Batch, step: int) -> Launched:
         """Compute and commit a step's rows, and decide their tokens."""
@@ -126,7 +131,7 @@ class Executor:
         if self.sampler is not None:
             self._seat([*decode, *(request for request, _ in rest)])
         if self.speculator is not None:
-            self._verify_step(self.speculator, batch, step, launched)
+            self._speculate(self.speculator, batch, step, launched)
             return launched
         decoder = self.decoder
         if decode and decoder is not None and self.memory.decodes_at_once(len(decode)):
@@ -158,6 +163,19 @@ class Executor:
         if rows.emits:
             launched.add(self._chosen(rows.emits, logits))
 
+    def _speculate(
+        self, speculator: Speculator, batch: Batch, step: int, launched: Launched
+    ) -> None:
+        verifier = self.verifier
+        if batch.decode and verifier is not None and verifier.fits(batch.decode):
+            answer = verifier.run(batch.decode, step)
+            launched.add(_Verified(answer.tokens, answer.logits))
+            for request, count in zip(batch.decode, answer.counts, strict=True):
+                request.advance(count)
+            batch = Batch((), batch.prompts)
+        if batch:
+            self._verify_step(speculator, batch, step, launched)
+
     def _verify_step(
         self, speculator: Speculator, batch: Batch, step: int, launched: Launched
     ) -> None:
@@ -188,7 +206,10 @@ class Executor:
         for (request, _), count in zip(work, counts, strict=True):
             request.advance(count)
         if drafts:
-            speculator.timed(drafts, verified, time.perf_counter() - started)
+            took = time.perf_counter() - started
+            speculator.counts.verify_seconds += took
+            took, kept = took + drafts.seconds, counts[: len(decode)]
+            speculator.timed(drafts.proposal.width, verified, kept, took, ragged=True)
 
     def _chosen(self, requests: tuple[Request, ...], logits: Tensor) -> _Emitted:
         """Choose a token from each row of logits."""

@@ -20,6 +20,8 @@ from kvpolicy.speculative.acceptance import Rule, choose_on_device, choose_on_ho
 from kvpolicy.speculative.registry import make as make_drafter
 
 MIB = 1 << 20
+# Staging beyond what plain decoding needs takes at most this part of the device memory, by default.
+STAGING_PART = 4
 log = logging.getLogger(__name__)
 
 
@@ -54,6 +56,7 @@ def make_control(config: EngineConfig, layout: Layout) -> ControlLoop:
         deadline=0.0 if config.clock == "steps" else config.decision_deadline_ms / 1e3,
         decision_log=config.decision_log,
         isolate=config.controller_isolation == "auto",
+        admission=config.admission,
     )
 
 
@@ -67,13 +70,17 @@ def make_memory(
 ) -> Hierarchy:
     """The hierarchy in the sizes of a config, with in-flight rows for ``draft_tokens`` verified tokens of
     each request. CapacityError if its fixed part alone does not fit."""
-    staging = config.staging_rows or config.max_concurrency * layout.topk
+    device_bytes = int(config.device_kv_mib * MIB)
+    plain = config.max_concurrency * layout.topk
+    # With a drafter a step wants several times that; what does not fit is served in waves.
+    widest = max(store.record.bytes for store in layout.stores)
+    more = min(plain * (1 + draft_tokens), device_bytes // STAGING_PART // widest)
     return Hierarchy(
         layout,
-        device_bytes=int(config.device_kv_mib * MIB),
+        device_bytes=device_bytes,
         host_bytes=int(config.host_kv_mib * MIB),
         reserve=Reserve(
-            staging,
+            config.staging_rows or max(plain, more),
             config.max_concurrency * (1 + draft_tokens) + config.prefill_chunk,
             config.max_concurrency,
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -18,6 +19,9 @@ from kvpolicy.memory.decode import UNKNOWN
 from kvpolicy.telemetry.latency import Latencies
 
 log = logging.getLogger(__name__)
+
+OnToken = Callable[[int, NDArray[np.float32]], None]
+"""Called with each token and the logits that decided it, float32 [vocab]; must not keep the row."""
 
 
 class State(Enum):
@@ -77,7 +81,8 @@ class Request:
     been decided, of which the last may be known to the device only. stops: stop texts.
 
     waiting_since: engine step at which it came, or was preempted. Times are the clock's seconds:
-    arrived, admitted (first time), first_token, last_token; expires: when it is given up.
+    arrived, admitted (first time), first_token, last_token; expires: when it is given up. on_token: told of
+    each token before the request may finish by it.
     """
 
     id: int
@@ -103,6 +108,7 @@ class Request:
     waited_steps: int | None = None
     first_token: float | None = None
     last_token: float | None = None
+    on_token: OnToken | None = None
     _text: bytearray = field(default_factory=bytearray)
     _digest: Any = field(default_factory=hashlib.sha256)
 
@@ -199,6 +205,8 @@ class Request:
         self.last_token = self.clock.now()
         if self.first_token is None:
             self.first_token = self.last_token
+        if self.on_token is not None:
+            self.on_token(token, row)
         if token < 256:
             self._text.append(token)
         if token in self.eos or self._hit_stop():
@@ -218,6 +226,18 @@ class Request:
         self.move(State.FINISHED)
         self.finish_reason = reason
 
+    @property
+    def latencies(self) -> Latencies:
+        """What has happened so far, and when."""
+        return Latencies(
+            arrived=self.arrived,
+            admitted=self.admitted,
+            first_token=self.first_token,
+            last_token=self.last_token,
+            waited_steps=self.waited_steps,
+            tokens=len(self.tokens),
+        )
+
     def output(self) -> RequestOutput:
         """The output as of now (final once the request has finished)."""
         return RequestOutput(
@@ -227,12 +247,5 @@ class Request:
             text=self._text.decode("utf-8", errors="replace"),
             finish_reason=self.finish_reason,
             logits_sha256=self._digest.hexdigest(),
-            latencies=Latencies(
-                arrived=self.arrived,
-                admitted=self.admitted,
-                first_token=self.first_token,
-                last_token=self.last_token,
-                waited_steps=self.waited_steps,
-                tokens=len(self.tokens),
-            ),
+            latencies=self.latencies,
         )

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,10 +21,13 @@ from kvpolicy.engine.scheduler import Rows
 from kvpolicy.engine.verify_schedule import VerifySchedule
 from kvpolicy.errors import UserError, reason
 from kvpolicy.kernels.paging import upload
+from kvpolicy.kernels.sampling import first_of_highest
+from kvpolicy.memory.access import StepAccess
+from kvpolicy.memory.draft_ring import DraftRings
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.layout import RingShape
 from kvpolicy.memory.step import StepMemory
-from kvpolicy.models.loader import DecodeModel, TappedModel
+from kvpolicy.models.loader import DecodeModel, DeviceModel, TappedModel
 from kvpolicy.speculative.acceptance import Choose, Rule, accept
 from kvpolicy.speculative.checking import BadProposal, check_shape, made_safe, usable
 from kvpolicy.speculative.drafter import Drafter
@@ -63,6 +67,11 @@ class Counts:
         ):
             for position in range(many):
                 counts[position] += 1
+
+    @property
+    def totals(self) -> tuple[int, int, int]:
+        """Cycles, committed tokens, verify rows."""
+        return self.cycles, self.committed, self.cycles + sum(self.verified)
 
     @property
     def accepted_length(self) -> float | None:
@@ -143,7 +152,12 @@ class Speculator:
         self.counts = Counts(self.width)
         self.cap = self.width
         self.schedule: VerifySchedule | None = None
+        self._rings: DraftRings | None = None
         self._model, self._rule, self._choose = model, rule, choose
+
+    def attach(self, memory: Hierarchy, schedule: VerifySchedule | None) -> None:
+        """Use the rings of this memory, and a schedule of lengths (None: all that is proposed)."""
+        self._rings, self.schedule = memory.tables.rings, schedule
 
     @property
     def ring(self) -> RingShape | None:
@@ -156,43 +170,62 @@ class Speculator:
         """Whether the drafter is still asked."""
         return self.counts.failures < FAILURES
 
+    def limit(self, tokens: int | None) -> None:
+        """Verify at most so many proposed tokens of a request from now on, None: as many as there are."""
+        self.cap = self.width if tokens is None else min(tokens, self.width)
+
     # --- before the step -------------------------------------------------------------------------
 
     def draft(self, requests: Sequence[Request], memory: Hierarchy) -> Drafts:
         """Proposals for the next rows of decoding requests, and how much of them to verify."""
         started = time.perf_counter()
         device = memory.arena.device
-        held = [memory.requests[request.id] for request in requests]
-        limits = [
-            max(0, min(self.cap, request.tokens_left - 1, own.reserved - request.computed - 1))
-            for request, own in zip(requests, held, strict=True)
-        ]
+        limits = self.limits(requests, memory)
         rows = [
-            (own.seat, r.computed, r.token_at(r.computed))
-            for own, r in zip(held, requests, strict=True)
+            (memory.requests[r.id].seat, r.computed, r.token_at(r.computed), limit, r.id)
+            for r, limit in zip(requests, limits, strict=True)
         ]
-        seats, anchors, tokens = upload(list(zip(*rows, strict=True)), device)
+        columns = upload(list(zip(*rows, strict=True)), device)
+        seats, anchors, tokens, most, numbers = columns
         sampling = sampling_of(requests, device)
         proposal, lengths = None, [0] * len(requests)
         if self.active and max(limits):
-            proposal = self._propose(memory, seats, anchors, tokens, sampling)
+            proposal = self.propose(memory, seats, anchors, tokens, sampling)
         if proposal is None:
             proposal = Proposal(tokens.new_zeros((len(requests), 0)), OneHot())
         else:
-            good = usable(proposal, self._model.vocab)
-            proposal = made_safe(proposal, good)
-            found = torch.where(good, upload(limits, device), 0)
-            if self.schedule is not None:
-                numbers = upload([request.id for request in requests], device)
-                found = self.schedule.lengths(seats, numbers, found, proposal.confidence)
-            *lengths, fine = torch.cat([found, good.all()[None].long()]).tolist()
+            proposal, found, sound = self.lengths(proposal, seats, numbers, most)
+            *lengths, fine = torch.cat([found, sound.all()[None].long()]).tolist()
             if not fine:
-                self._failed("proposed tokens or probabilities that are none")
+                self.failed("proposed tokens or probabilities that are none")
         seconds = time.perf_counter() - started
         self.counts.draft_seconds += seconds
         return Drafts(tuple(requests), anchors, sampling, proposal, tuple(lengths), seats, seconds)
 
-    def _propose(
+    def limits(self, requests: Sequence[Request], memory: Hierarchy) -> list[int]:
+        """Most tokens to verify of each request: what it may still say, has room for, and a controller
+        allows, and the schedule's width."""
+        cap = self.cap
+        if self.schedule is not None:
+            cap = self.schedule.cap(len(requests), cap)
+        return [
+            max(0, min(cap, r.tokens_left - 1, memory.requests[r.id].reserved - r.computed - 1))
+            for r in requests
+        ]
+
+    def lengths(
+        self, proposal: Proposal, seats: Tensor, numbers: Tensor, limits: Tensor
+    ) -> tuple[Proposal, Tensor, Tensor]:
+        """The proposal made safe, how much of it is verified (int64 [r]), and whether each request's was
+        sound (bool [r]). numbers: of the requests. limits: int64 [r]. Waits for nothing."""
+        sound = usable(proposal, self._model.vocab) | (limits == 0)
+        found = torch.where(sound, limits, 0).clamp_max(proposal.width)
+        proposal = made_safe(proposal, sound & (limits > 0))
+        if self.schedule is not None and proposal.width:
+            found = self.schedule.lengths(seats, numbers, found, proposal.confidence)
+        return proposal, found, sound
+
+    def propose(
         self,
         memory: Hierarchy,
         seats: Tensor,
@@ -200,8 +233,9 @@ class Speculator:
         tokens: Tensor,
         sampling: RowSampling,
     ) -> Proposal | None:
-        """None where the drafter failed."""
-        own, rings = self.drafter, memory.tables.rings
+        """The next K tokens of each request, None where the drafter failed. seats (-1: nobody), anchors,
+        tokens: int64 [r]."""
+        own, rings = self.drafter, self._rings
         if rings is None:
             context = torch.zeros((len(seats), own.window, 0), device=seats.device)
             where = seats.new_full((len(seats), own.window), -1)
@@ -213,24 +247,25 @@ class Speculator:
             )
             checked = check_shape(found, len(seats), own.tokens, self._model.vocab)
         except BadProposal as error:
-            self._failed(str(error))
+            self.failed(str(error))
         except Exception as error:
-            self._failed(reason(error))
+            self.failed(reason(error))
         else:
             return first_of(checked, self.width)
         return None
 
-    def _failed(self, what: str) -> None:
+    def failed(self, what: str) -> None:
+        """Note that the drafter did something that is of no use."""
         self.counts.failures += 1
         log.warning("drafter %r: %s; nothing is speculated", self.drafter.name, what)
-        if not self.active:
+        if self.counts.failures == FAILURES:
             log.error(
                 "drafter %r failed %d times: it is not asked again", self.drafter.name, FAILURES
             )
 
     # --- in the step -----------------------------------------------------------------------------
 
-    def forward(self, tokens: Tensor, memory: StepMemory, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, memory: StepAccess, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [m, V] of the wanted rows, and what the drafter reads of every row."""
         taps = self.drafter.taps
         if taps:
@@ -238,7 +273,8 @@ class Speculator:
             logits, found = self._model.forward_with_taps(tokens, memory, wanted, taps)
             assert found is not None
             return logits, found
-        return self._model.forward(tokens, memory, wanted), tokens.float()[:, None, None]
+        model = cast(DeviceModel, self._model)  # one that is not only gets steps of the host
+        return model.forward(tokens, memory, wanted), tokens.float()[:, None, None]
 
     def verify(self, logits: Tensor, drafts: Drafts) -> Verdict:
         """Accept. logits: float32 [sum of (1 + length), V], request by request. Waits for the device."""
@@ -247,34 +283,72 @@ class Speculator:
         for length in lengths:
             rows += [start + min(i, length) for i in range(width + 1)]
             start += 1 + length
-        finite = torch.isfinite(logits).all(dim=1, keepdim=True)
-        answers = torch.where(finite, logits, 0.0)[upload(rows, logits.device)]
-        accepted, last = accept(
-            answers.view(len(lengths), width + 1, -1),
-            drafts.proposal,
-            upload(lengths, logits.device),
-            drafts.sampling,
-            drafts.anchors,
-            self._rule,
-            self._choose,
+        answers = logits[upload(rows, logits.device)].view(len(lengths), width + 1, -1)
+        verified = upload(lengths, logits.device)
+        accepted, last = self.accepted(
+            *(answers, drafts.proposal, verified, drafts.sampling, drafts.anchors),
+            any(request.params.temperature > 0.0 for request in drafts.requests),
         )
         kept = torch.cat([accepted[:, None], last[:, None], drafts.proposal.tokens], dim=1).tolist()
         for length, (count, *_) in zip(lengths, kept, strict=True):
             self.counts.note(width, length, count)
-        if self.schedule is not None and width:
-            self.schedule.note(drafts.seats, upload(lengths, logits.device), accepted)
+        self.learn(drafts.seats, verified, accepted, width > 0)
         return Verdict(
             tuple(count for count, *_ in kept),
             tuple((*proposed[:count], token) for count, token, *proposed in kept),
         )
 
+    def accepted(
+        self,
+        logits: Tensor,
+        proposal: Proposal,
+        lengths: Tensor,
+        sampling: RowSampling,
+        anchors: Tensor,
+        sampled: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """See ``kvpolicy.speculative.acceptance.accept``; rows of logits that are no numbers count as
+        zeros. sampled: not all requests are greedy (which agree under every rule)."""
+        finite = torch.isfinite(logits).all(dim=-1, keepdim=True)
+        answers = torch.where(finite, logits, 0.0)
+        rule, choose = (self._rule, self._choose) if sampled else (Rule.COUPLED, _likeliest)
+        return accept(answers, proposal, lengths, sampling, anchors, rule, choose)
+
     # --- behind the step -------------------------------------------------------------------------
 
-    def timed(self, drafts: Drafts, rows: int, seconds: float) -> None:
-        """A step with these drafts has taken so long, drafting not counted."""
-        self.counts.verify_seconds += seconds
-        if self.schedule is not None and drafts.proposal.width:
-            self.schedule.timed(len(drafts.requests), rows, drafts.seconds, seconds)
+    def learn(self, seats: Tensor, lengths: Tensor, accepted: Tensor, drafted: bool) -> None:
+        """Tell the schedule what came of its lengths. Waits for nothing."""
+        if self.schedule is not None and drafted:
+            self.schedule.note(seats, lengths, accepted)
+
+    def timed(
+        self, width: int, rows: int, counts: Sequence[int], seconds: float, ragged: bool
+    ) -> None:
+        """A step has taken so many seconds, drafting included, see :meth:`VerifySchedule.timed`. counts: rows
+        that each request has committed."""
+        if self.schedule is not None:
+            if ragged:  # all is drafted, and cut
+                width = self.schedule.cap(len(counts), self.cap)
+            self.schedule.timed(len(counts), width, rows, sum(counts), seconds, ragged)
+
+    def keep_rows(
+        self,
+        taps: Tensor,
+        seats: Tensor,
+        positions: Tensor,
+        stays: Tensor,
+        accepted: Tensor,
+        q: int,
+    ) -> None:
+        """As :meth:`keep`, for q rows of each request and masks of the device. stays: bool [p * q], rows that
+        are committed. accepted: int64 [p]."""
+        rings = self._rings
+        if rings is None or not self.active:
+            return
+        if q > rings.rows:  # of rows that share a slot the last one
+            row = torch.arange(q, device=taps.device)
+            stays = stays & (row > accepted[:, None] - rings.rows).flatten()
+        rings.write(seats, positions, self._context(taps, positions), stays)
 
     def keep(
         self,
@@ -286,7 +360,7 @@ class Speculator:
         """Give the rings what the drafter keeps of committed rows: all that is accepted, of prompts the
         last ones. taps: float32 [n, m, hidden], of every row of the step. requests, counts: of each
         segment, whose it is and how many of its rows are committed."""
-        rings = memory.tables.rings
+        rings = self._rings
         if rings is None or not self.active:
             return
         rows: list[int] = []
@@ -299,14 +373,36 @@ class Speculator:
             return
         index = upload(rows, taps.device)
         seats, positions = memory.seats[index], memory.positions[index]
+        kept = self._context(taps[index], positions)
+        rings.write(seats, positions, kept, torch.ones_like(seats, dtype=torch.bool))
+
+    def _context(self, taps: Tensor, positions: Tensor) -> Tensor:
+        """What the drafter keeps of rows: float32 [n, width], zeros where it failed."""
+        shape = (len(positions), self.drafter.ring_width)
         try:
-            kept = self.drafter.context(taps[index], positions)
-            if kept.shape != (len(rows), self.drafter.ring_width):
+            kept = self.drafter.context(taps, positions)
+            if kept.shape != shape:
                 raise BadProposal(f"context() gave {list(kept.shape)}")
+            return kept.float()
         except Exception as error:
-            self._failed(reason(error))
-            kept = torch.zeros((len(rows), self.drafter.ring_width), device=taps.device)
-        rings.write(seats, positions, kept.float(), torch.ones_like(seats, dtype=torch.bool))
+            self.failed(reason(error))
+            return torch.zeros(shape, device=taps.device)
+
+    def placed(
+        self, places: dict[tuple[int, int], Proposal], key: tuple[int, int], proposal: Proposal
+    ) -> Proposal:
+        """The proposal's tokens at a place that stays, for a captured graph. A law has none: such a drafter
+        counts as certain of its tokens, which keeps the target's law."""
+        place = places.get(key)
+        if place is None:
+            place = places[key] = Proposal(proposal.tokens.clone(), OneHot())
+        place.tokens.copy_(proposal.tokens)
+        return place
+
+
+def _likeliest(logits: Tensor, sampling: RowSampling, positions: Tensor) -> Tensor:
+    """What greedy requests say: int64 [n]."""
+    return first_of_highest(logits)
 
 
 def first_of(proposal: Proposal, width: int) -> Proposal:

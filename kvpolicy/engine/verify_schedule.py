@@ -1,7 +1,8 @@
 """How many proposed tokens of each request a step verifies, from what steps of this engine have cost.
 
-The choice is that of :mod:`kvpolicy.speculative.schedule`; here are its prices: seconds of drafting and
-of steps by their rows, measured as they run, and the time to fetch a record, from the link's calibration.
+First a width for all requests (:mod:`kvpolicy.engine.widths`), then within it tokens one by one, as
+:mod:`kvpolicy.speculative.schedule` chooses; here are its prices: seconds of steps, measured as they run, and
+the time to fetch a record, from the link's calibration.
 Where steps are the clock a step costs one whatever it computes, so that a run repeats exactly.
 """
 
@@ -10,14 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvpolicy.engine.widths import Widths
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.speculative.costs import StepCosts
 from kvpolicy.speculative.scheduler import VerificationScheduler
 
 # Weight of a new time in a running mean, and how many steps pass between two looks at the means.
 NEW, EVERY = 0.1, 16
-# One step in so many verifies another number of tokens than would be best, so that its cost is known.
-EXPLORE = 16
 _SECOND = 10**12
 _BYTES = 5  # column of RetrievalCounters
 
@@ -27,7 +27,8 @@ class VerifySchedule:
 
     def __init__(self, memory: Hierarchy, width: int, wall: bool) -> None:
         seats, device = memory.reserve.seats, memory.arena.device
-        self._counts, self._width, self._wall = memory.counters.retrieval.by_seat, width, wall
+        self._width = width
+        self._counts, self._wall = memory.counters.retrieval.by_seat, wall
         self._record = sum(s.record.bytes for s in memory.layout.stores) / len(memory.layout.stores)
         self.costs = StepCosts.empty(seats, width, device)
         # All alike: until something else is known, everything is worth verifying.
@@ -36,7 +37,7 @@ class VerifySchedule:
             size = int(self._record)
             self.costs.set_record(memory.link.seconds(1024, size, size) / 1024)
         self._scheduler = VerificationScheduler(seats, width, self.costs, device)
-        self._draft: dict[int, float] = {}
+        self._widths = Widths(width)
         self._verify: dict[int, float] = {}
         self._steps = 0
         self._fetched: Tensor | None = None
@@ -47,9 +48,14 @@ class VerifySchedule:
         """Verified tokens of each request: int64 [r]. seats, numbers: of the requests, int64 [r]; limits:
         most tokens of each, int64 [r]; confidence: of their proposals, or None."""
         self._fetched = self._counts[seats, _BYTES]
-        if self._wall and self._steps % EXPLORE == EXPLORE - 1:
-            return limits.clamp_max(self._steps // EXPLORE % (self._width + 1))
+        if confidence is not None:  # of a narrower step: the further tokens are not proposed
+            missing = self._width - confidence.shape[1]
+            confidence = torch.nn.functional.pad(confidence, (0, missing))
         return self._scheduler.lengths(seats, numbers, limits, confidence)
+
+    def cap(self, requests: int, most: int) -> int:
+        """Most tokens to propose for each of so many requests in the next step, up to ``most``."""
+        return min(most, self._widths.choose(requests)) if self._wall else most
 
     def note(self, seats: Tensor, lengths: Tensor, accepted: Tensor) -> None:
         """What the step brought: int64 [r] each."""
@@ -57,14 +63,21 @@ class VerifySchedule:
         misses = (self._counts[seats, _BYTES] - self._fetched).double() / self._record
         self._scheduler.note(seats, lengths, accepted, misses.long())
 
-    def timed(self, requests: int, rows: int, draft: float, verify: float) -> None:
-        """Seconds that a step has taken, for ``requests`` and their ``rows`` verify rows."""
+    def timed(
+        self, requests: int, width: int, rows: int, tokens: int, seconds: float, ragged: bool
+    ) -> None:
+        """A step of so many requests, proposed tokens each, rows in all and committed tokens has taken so
+        many seconds, drafting included. ragged: it computed the verified rows only: its time follows them."""
         self._steps += 1
         if not self._wall:
             return
-        for means, size, seconds in ((self._draft, requests, draft), (self._verify, rows, verify)):
-            old = means.get(size, seconds)
-            means[size] = old + NEW * (max(seconds, 1e-9) - old)
-        if self._steps % EVERY == 0:
-            self.costs.set_draft(self._draft)
-            self.costs.set_verify(self._verify)
+        self._widths.note(requests, width, tokens, seconds)
+        size = rows if ragged else 0
+        old = self._verify.get(size, seconds)
+        self._verify[size] = old + NEW * (max(seconds, 1e-9) - old)
+        if self._steps % EVERY:
+            return
+        if ragged:
+            self.costs.set_verify({n: t for n, t in self._verify.items() if n})
+        else:
+            self.costs.verify.fill_(int(self._verify[0] * _SECOND))

@@ -60,10 +60,11 @@ class Mover:
             every = torch.arange(table.items, device=self._device)
             table.paged.put(every, saved.to(self._device))
         request.saved_pinned = []
-        if request.ring is not None and request.ring_saved:
+        ring = request.region.ring
+        if request.ring is not None and ring is not None and request.ring_saved:
             every = torch.arange(request.ring.items, device=self._device)
-            request.ring.paged.put(every, request.region.ring.to(self._device))
-            self._counters.moved_bytes += request.region.ring.nbytes
+            request.ring.paged.put(every, ring.to(self._device))
+            self._counters.moved_bytes += ring.nbytes
             request.ring_saved = False
 
     def warm(self, request: RequestMemory) -> None:

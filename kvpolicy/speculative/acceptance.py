@@ -78,7 +78,8 @@ def accept(
     a proposed token only as :mod:`kvpolicy.speculative.schedule` does. anchors: int64 [r], positions
     of the last committed tokens. choose: plain sampling of the backend. Returns (accepted int64 [r],
     next_token int64 [r]): tokens[:accepted] are kept, next_token follows. The caller cuts at stop
-    bytes. Fixed shapes, no wait for the device with :func:`choose_on_device`, the same bits in any batch.
+    bytes. Fixed shapes, no wait for the device with :func:`choose_on_device` (which also runs the fused
+    kernel), the same bits in any batch.
     """
     if rule is Rule.COUPLED:
         return accept_chosen(logits, proposal.tokens, lengths, sampling, anchors, choose)
@@ -92,6 +93,22 @@ def accept(
     target = probabilities(verified, each.temperature, each.top_k, each.top_p)
     target = target.view(count, width, -1)
     candidates, proposed = law_of(proposal)
+    if choose is choose_on_device:
+        from kvpolicy.kernels.triton.acceptance import accept_and_draw
+
+        return accept_and_draw(
+            target,
+            proposal.tokens,
+            candidates,
+            proposed,
+            lengths,
+            sampling.seeds,
+            anchors,
+            bonus,
+            roles=(int(Role.ACCEPT), int(Role.RESIDUAL)),
+            shift=streams.ROLE_BITS,
+            block=rule is Rule.BLOCK,
+        )
     uniform = streams.uniforms(sampling.seeds, anchors, width, Role.ACCEPT)
     accepted, weight, own = rules.accept(
         target, proposal.tokens, candidates, proposed, lengths, uniform, rule is Rule.BLOCK

@@ -22,7 +22,8 @@ class Drafter(Protocol):
     name: as in ``--drafter``. taps: target layers whose outputs it reads, ascending; with none it is
     given the token ids instead. window: W; a row at position p sees committed tokens j with p - j < W, so
     W - 1 of them are kept. ring_width: numbers kept per committed token, 0 for a drafter without a past.
-    tokens: K, the most tokens it can propose at once.
+    tokens: K, the most tokens it can propose at once. ``capturable = True``, if it says so: its two methods
+    ask the host nothing and raise nothing, so that a CUDA graph may hold them.
     """
 
     @property

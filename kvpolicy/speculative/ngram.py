@@ -23,6 +23,7 @@ class NGram:
     name = "ngram"
     taps: tuple[int, ...] = ()
     ring_width = 1
+    capturable = True
 
     def __init__(self, tokens: int = 7, window: int = 256, most: int = 6) -> None:
         self.tokens, self.window, self.most = tokens, window, most

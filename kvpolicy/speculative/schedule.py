@@ -48,10 +48,12 @@ def survivals(confidence: Tensor) -> Tensor:
 class Bounds:
     """What limits a step, known before it drafts. live: bool [r], False where a row of the batch is
     nobody's. caps: int64 [r], most tokens to verify (a controller's cap, what the request may still
-    say). fetch: int64 [r], picoseconds to fetch what one verify row of the request misses."""
+    say). first, fetch: int64 [r], picoseconds to fetch what the request's first row misses, which is
+    there anyway, and what each further verify row adds."""
 
     live: Tensor
     caps: Tensor
+    first: Tensor
     fetch: Tensor
 
 
@@ -73,6 +75,12 @@ def _order(value: Tensor, eligible: Tensor) -> Tensor:
     return torch.sort(value.t().reshape(-1), descending=True, stable=True).indices
 
 
+def _entries(table: Tensor, at: Tensor) -> Tensor:
+    """Entries of a table, the last one beyond its end. at: int64 [n]; a number as an index would be
+    read by the host."""
+    return table.gather(0, at.clamp_max(table.numel() - 1))
+
+
 def best_budget(
     survival: Tensor, bounds: Bounds, costs: StepCosts, rate: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -87,19 +95,18 @@ def best_budget(
     eligible = eligible.t().reshape(-1)[order]
     zero = torch.zeros(1, dtype=torch.int64, device=order.device)
     gain = torch.where(eligible, survival.t().reshape(-1)[order], 0)
-    each = torch.where(bounds.live, bounds.fetch, 0)
-    fetch = torch.where(eligible, each.repeat(survival.shape[1])[order], 0)
+    fetch = torch.where(eligible, bounds.fetch.repeat(survival.shape[1])[order], 0)
     said = requests * UNIT + torch.cat([zero, gain.cumsum(0)])
     rows = requests + torch.cat([zero, eligible.long().cumsum(0)])
     spent = (
-        costs.draft[requests.clamp_max(costs.draft.numel() - 1)]
-        + costs.verify[rows.clamp_max(costs.verify.numel() - 1)]
-        + each.sum()
+        _entries(costs.draft, requests[None])
+        + _entries(costs.verify, rows)
+        + torch.where(bounds.live, bounds.first, 0).sum()
         + torch.cat([zero, fetch.cumsum(0)])
     )
     rates = said.double() / UNIT / spent.clamp_min(1).double()
-    best = first_of_highest(rates[None])[0]
-    return best, rates[best]
+    best = first_of_highest(rates[None])
+    return best[0], rates.gather(0, best)[0]
 
 
 def verify_lengths(survival: Tensor, budget: Tensor, bounds: Bounds, rate: Tensor) -> Tensor:

@@ -40,8 +40,9 @@ class VerificationScheduler:
         """
         known = self.estimates
         known.begin(seats, generations)
-        fetch = rows_to_time(known.misses[seats], self.costs)
-        bounds = Bounds(seats >= 0, caps, fetch)
+        first = rows_to_time(known.misses[seats], self.costs)
+        fetch = rows_to_time(known.misses[seats] * known.share, self.costs)
+        bounds = Bounds(seats >= 0, caps, first, fetch)
         if confidence is None:
             older = now = survivals(known.acceptance[seats])
         else:

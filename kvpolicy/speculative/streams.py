@@ -20,21 +20,21 @@ from torch import Tensor
 from kvpolicy.kernels import noise
 from kvpolicy.sampling import Role
 
-_ROLE_BITS = 8
+ROLE_BITS = 8
 
 
 def role_word(role: Role, distance: int) -> int:
     """What stands in the counter. distance: positions from the anchor, from 1; 0 for TARGET."""
     if (role is Role.TARGET) != (distance == 0) or not 0 <= distance < 1 << 24:
         raise ValueError(f"distance = {distance}: role {role.name} has none such")
-    return int(role) | distance << _ROLE_BITS
+    return int(role) | distance << ROLE_BITS
 
 
 def role_words(role: Role, distances: Tensor) -> Tensor:
     """:func:`role_word` of each distance, which must be at least 1 (TARGET: ignored). int64."""
     if role is Role.TARGET:
         return torch.zeros_like(distances)
-    return (distances << _ROLE_BITS) | int(role)
+    return (distances << ROLE_BITS) | int(role)
 
 
 def uniforms(seeds: Tensor, anchors: Tensor, width: int, role: Role) -> Tensor:

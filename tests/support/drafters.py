@@ -52,6 +52,9 @@ class Scripted:
             assert kept[:, 1].tolist() == list(range(first, at))
             assert not context[row][where < 0].any()
             seen = [*kept[:, 0].tolist(), anchor]
+            if seen == [0]:  # a row that pads a batch
+                found.append([0] * self.tokens)
+                continue
             same = [text for text in self.texts if text[first : at + 1] == seen]
             assert same, (at, seen)
             ahead = same[0][at + 1 : at + 1 + self.tokens]

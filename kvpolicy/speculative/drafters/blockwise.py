@@ -18,6 +18,7 @@ class Blockwise(ABC):
     in the dtype of the target's kernels, vectors in float32."""
 
     method: ClassVar[str]
+    capturable = True
 
     def __init__(self, config: DrafterConfig, weights: Weights, target: DraftTarget) -> None:
         assert config.method == self.method
