@@ -19,6 +19,7 @@ from drafting import (
 )
 from micro import micro_model
 from plain_drafters import PlainDrafter
+from watched import Watched
 
 from kvpolicy.models.glm_dsa import GlmDsa
 from kvpolicy.speculative.drafters.blockwise import Blockwise
@@ -302,6 +303,21 @@ def test_calibration_divides_the_logits(target: GlmDsa) -> None:
         torch.testing.assert_close(
             torch.logit(scaled), torch.logit(raw) / torch.tensor([heats[name]])
         )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_draft_waits_for_nothing(target: GlmDsa, method: str) -> None:
+    """Nothing visits the host, no shape depends on a number: calls can be captured."""
+    config = small_config(method)
+    drafter, taps = drafter_of(config, target), some_taps(TAPS, config)
+    context, where = window_of(drafter, taps, 20, config.window - 1)
+    token, anchor, positions = torch.tensor([65]), torch.tensor([20]), torch.arange(TAPS)
+    how = sampling(1, 0.8)
+    assert drafter.capturable
+    with Watched():
+        drafter.context(taps, positions)
+        for coupled in (False, True):
+            drafter.propose(token, anchor, context, where, how, coupled)
 
 
 def test_the_last_position_of_a_model_can_be_an_anchor(target: GlmDsa) -> None:
