@@ -44,7 +44,9 @@ def timed(what: Callable[[], int]) -> dict[str, float]:
 def exact(scenario: str, controller: str) -> dict[str, float]:
     """Decode steps of the exact twin with REQUESTS requests, prompts left out."""
     own = find(scenario)
-    twin = make_twin(own, controller, max_concurrency=REQUESTS, device_kv_mib=own.config().device_kv_mib * 2)
+    twin = make_twin(
+        own, controller, max_concurrency=REQUESTS, device_kv_mib=own.config().device_kv_mib * 2
+    )
     length = 4000 if own.own.context is None else 1
     for i in range(REQUESTS):
         params = SamplingParams(max_new_tokens=400)
@@ -135,7 +137,9 @@ def errors(scenario: str, seeds: int) -> dict[str, Any]:
                 env.reset(seed=seed)
                 done = False
                 while not done:
-                    _, reward, _, done, info = env.step(np.array([retained, reserve, -1.0], np.float32))
+                    _, reward, _, done, info = env.step(
+                        np.array([retained, reserve, -1.0], np.float32)
+                    )
                     total["reward"] += reward
                     for name, value in info["terms"].items():
                         total[name] = total.get(name, 0.0) + value

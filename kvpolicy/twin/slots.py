@@ -104,7 +104,9 @@ class SlotPool:
                 return
             placed, slot, owner = self._in_victims(taken, own, counts, new.size)
         else:
-            placed, slot, owner = self._in_free(lanes, counts, free, used, step, keep, resolving, evict)
+            placed, slot, owner = self._in_free(
+                lanes, counts, free, used, step, keep, resolving, evict
+            )
         self.used[lanes] = used + free
         if not placed.all():
             owner, slot, new = owner[placed], slot[placed], new[placed]
@@ -190,9 +192,7 @@ class SlotPool:
             owners.append(np.full(taken.size, i))
         return np.concatenate(slots), np.concatenate(owners)
 
-    def _oldest(
-        self, lanes: Ints, counts: Ints, step: int, resolving: bool
-    ) -> tuple[Ints, Ints]:
+    def _oldest(self, lanes: Ints, counts: Ints, step: int, resolving: bool) -> tuple[Ints, Ints]:
         """LRU's victims: the lowest (stamp, slot) of each lane, given out by slot."""
         width, most = int(self.used[lanes].max()), int(counts.max())
         slot = np.arange(width)
