@@ -8,6 +8,7 @@ Where steps are the clock a step costs one whatever it computes, so that a run r
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kvpolicy.engine.widths import Widths
