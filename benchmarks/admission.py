@@ -8,7 +8,8 @@ per store: selections do not depend on what a cache held, so this is exact for t
 the committed rows one by one. Rules:
 
     all       every fetched row may displace another
-    demoted   as all, but what only rejected rows wanted goes first in the next step
+    demoted   as all, but what was fetched for rejected rows alone goes first in the next step: the engine's
+              ``accepted``
     anchor    rows that only proposed tokens want are staged and dropped; free slots take them
     refetched as anchor, and the accepted rows' misses are fetched again at commit
     kept      as anchor, and the accepted rows' misses stay, as if staging kept them until commit
@@ -90,7 +91,7 @@ def step(cache: Cache, cycle: Cycle, rule: str) -> int:
     fetched = len(missing)
     first = set(cycle.rows[0])
     if rule in ("all", "demoted"):
-        cache.touch(every if rule == "all" else kept)
+        cache.touch(every)
         cache.add(missing, frozenset(every))
         if rule == "demoted":
             cache.demote(set(missing) - set(kept))
