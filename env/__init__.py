@@ -1,5 +1,21 @@
 """Gymnasium environments over the decode engine, imported as `kvpolicy.env`.
 
-Arrives in a later release. What belongs here: the environment classes and their registration.
-Encoders, workloads, recorders and cost models belong to `kvpolicy`, which never imports this.
+Importing it registers `kvpolicy/ResidencyReplay-v0` and `kvpolicy/ResidencyLive-v0`; where it cannot be imported
+first, `gym.make("kvpolicy.env:kvpolicy/ResidencyReplay-v0")` does so. docs/environments.md has the tables.
 """
+
+from __future__ import annotations
+
+import gymnasium
+
+__all__ = ["LIVE", "REPLAY"]
+
+REPLAY = "kvpolicy/ResidencyReplay-v0"
+LIVE = "kvpolicy/ResidencyLive-v0"
+
+gymnasium.register(
+    REPLAY,
+    entry_point="kvpolicy.env.replay:ResidencyReplay",
+    vector_entry_point="kvpolicy.env.vector:ResidencyVector",
+)
+gymnasium.register(LIVE, entry_point="kvpolicy.env.live:ResidencyLive", nondeterministic=True)

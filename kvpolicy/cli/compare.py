@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from kvpolicy.cli.bound import bound_table, search
-from kvpolicy.cli.logs import check_logdir, write_logs
+from kvpolicy.cli.logs import check_logdir, event_folders, write_logs
 from kvpolicy.cli.options import Options, takes
 from kvpolicy.cli.output import (
     Column,
@@ -27,8 +28,9 @@ from kvpolicy.cli.output import (
     write_text,
 )
 from kvpolicy.cli.phases import legend, phase_table
-from kvpolicy.cli.run import Decoded, Task, decode, finish, task_of
+from kvpolicy.cli.run import Decoded, Task, Watch, decode, finish, task_of
 from kvpolicy.cli.settings import resolve
+from kvpolicy.cli.shadows import check_shadows, shadow_table
 from kvpolicy.config import EngineConfig
 from kvpolicy.errors import UserError
 from kvpolicy.telemetry.slo import Slo
@@ -124,6 +126,7 @@ class Comparison:
                 "requests": run.requests(fingerprint),
                 "metrics": run.metrics,
                 "outputs_equal": None if label in self.same_law else label not in self.differences,
+                **run.beside(),
                 **(run.load() if under_load else {}),
             }
             for name, drafter, (label, run) in zip(
@@ -167,25 +170,31 @@ def compare_controllers(
     before: Callable[[int, str], None] = lambda index, name: None,
     after: Callable[[int, Decoded], None] = lambda index, run: None,
     drafters: Sequence[str] = ("none",),
+    shadows: Sequence[str] = (),
+    logdir: Path | None = None,
 ) -> Comparison:
     """Run the task under each controller with each drafter in turn; tokens and logits must agree bit for
     bit (sampled ones of standard and block verification their law).
 
     Every name is resolved before the first run. The first controller is what the others are
-    compared with. before and after are told of each run.
+    compared with. before and after are told of each run. shadows: specs of controllers that stand beside
+    each. logdir: where the events go, a folder per run.
     """
     from kvpolicy.controllers import make
 
     for name in controllers:
         make(name)
+    check_shadows(shadows)
     runs: list[Decoded] = []
     named, drafting = crossed(controllers, drafters)
     every = list(zip(labels(named, drafting), named, drafting, strict=True))
+    folders = event_folders(logdir, [label for label, _, _ in every])
     for index, (label, name, drafter) in enumerate(every):
         before(index, label)
         settings = under(config, name, drafter)
         try:
-            runs.append(decode(settings, task, f"{index + 1}/{len(every)}"))
+            watch = Watch(tuple(shadows), folders[index])
+            runs.append(decode(settings, task, f"{index + 1}/{len(every)}", watch))
         except UserError as error:
             raise UserError(f"controller {name!r}: {error}") from None
         after(index, runs[-1])
@@ -280,17 +289,25 @@ def compare_command(options: Options) -> None:
     check_logdir(options.logdir)
     controllers = settings.controllers or DEFAULT_CONTROLLERS
     if settings.tpot_bound is not None:
+        if settings.shadows:
+            raise UserError("--shadow does not go with --tpot-bound-ms")
         compare_at_bound(
             *(options, settings.engine, task, controllers, settings.tpot_bound), settings.drafters
         )
         return
-    drafters = settings.drafters or ("none",)
-    comparison = compare_controllers(settings.engine, controllers, task, drafters=drafters)
+    comparison = compare_controllers(
+        settings.engine,
+        controllers,
+        task,
+        drafters=settings.drafters or ("none",),
+        shadows=settings.shadows,
+        logdir=options.logdir,
+    )
     document = comparison.to_dict(options.fingerprint, under_load=task.named)
     emit_json(document, to_stdout=options.as_json, path=options.output)
     if not options.as_json:
         under_load = f"{comparison.phases(task.slo)}\n" if task.named else ""
-        write_text(under_load + comparison.table())
+        write_text(under_load + comparison.table() + shadow_table(comparison.labelled))
     write_logs(options.logdir, comparison.labelled, task, quiet=options.as_json)
     report_differences(comparison)
     finish(comparison.failed)
@@ -328,6 +345,6 @@ def compare_at_bound(
         names = list(comparison.labelled)
         equal = [name not in comparison.differences for name in names]
         write_text(bound_table(names, bounds, equal, comparison.counts_steps))
-    write_logs(options.logdir, comparison.labelled, task, quiet=options.as_json)
+    write_logs(options.logdir, comparison.labelled, task, quiet=options.as_json, afterwards=True)
     report_differences(comparison)
     finish(comparison.failed)

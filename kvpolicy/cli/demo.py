@@ -117,7 +117,9 @@ def demo_command(
         f"{config.model}."
     )
     before, after = _progress(say, len(controllers) * len(drafters))
-    comparison = compare_controllers(config, controllers, task, before, after, drafters)
+    comparison = compare_controllers(
+        config, controllers, task, before, after, drafters, logdir=logdir
+    )
     emit_json(_document(comparison), to_stdout=as_json, path=output)
     if not as_json:
         _print_continuation(next(task.workload.requests()).prompt, comparison.runs[0])

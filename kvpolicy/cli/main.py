@@ -31,6 +31,11 @@ COMMANDS = {
     "load": "kvpolicy.cli.load:load_command",
     "record": "kvpolicy.cli.record:record_command",
     "oracle": "kvpolicy.cli.oracle:oracle_command",
+    "regret": "kvpolicy.cli.regret:regret_command",
+    "check": "kvpolicy.cli.check:check_command",
+    "dashboard": "kvpolicy.cli.dashboard:dashboard_command",
+    "calibrate": "kvpolicy.cli.twin:calibrate_command",
+    "twin-gap": "kvpolicy.cli.twin:twin_gap_command",
     "bench": "kvpolicy.cli.bench:app",
     "new": "kvpolicy.cli.new:app",
     "list": "kvpolicy.cli.listing:list_command",
@@ -38,10 +43,7 @@ COMMANDS = {
 }
 """Command name -> module:function, in the order of the help."""
 
-LATER = (
-    *("calibrate", "twin-gap", "check", "dashboard"),
-    *("train", "evaluate", "export", "leaderboard"),
-)
+LATER = (*("train", "evaluate", "export", "leaderboard"),)
 """Names that are kept for commands of a later version."""
 
 PLUGIN_GROUP = "kvpolicy.commands"

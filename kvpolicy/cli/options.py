@@ -92,6 +92,16 @@ class Options:
             "SPEC",
         ),
     ] = None
+    shadow: Annotated[
+        list[str] | None,
+        _option(
+            "--shadow",
+            _POLICY,
+            "Another controller's bookkeeping beside the live one: what it would have missed on the "
+            "same batches, exactly. Repeatable.",
+            "SPEC",
+        ),
+    ] = None
     eviction: Annotated[
         str | None,
         _option(
@@ -346,8 +356,6 @@ class Options:
     output: Annotated[
         Path | None, _option("--output", _OUTPUT, "Write the JSON to a file too.", "FILE")
     ] = None
-
-    shadow: Annotated[list[str] | None, _later("--shadow")] = None
 
 
 def takes(kind: type[_Options]) -> Callable[[Callable[[_Options], None]], Callable[..., None]]:

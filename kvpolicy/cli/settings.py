@@ -35,7 +35,7 @@ LATER_VALUES: Mapping[str, tuple[str, ...]] = {
 class Resolved:
     """The settings of a command. controllers, drafters: what was named, in order, perhaps nothing.
 
-    workload: what was named, None for prompts. tpot_bound: seconds.
+    workload: what was named, None for prompts. tpot_bound: seconds. shadows: specs, in order.
     """
 
     engine: EngineConfig
@@ -45,6 +45,7 @@ class Resolved:
     workload: Workload | None = None
     slo: Slo | None = None
     tpot_bound: float | None = None
+    shadows: tuple[str, ...] = ()
 
 
 BLOCKS = ("policy", "server")
@@ -95,6 +96,7 @@ def resolve(options: Options, extra: Mapping[str, Any] | None = None) -> Resolve
         workload=workload,
         slo=None if options.slo is None else parse_slo(options.slo),
         tpot_bound=_tpot_bound(options.tpot_bound_ms),
+        shadows=tuple(options.shadow or ()),
     )
 
 

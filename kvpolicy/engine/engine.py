@@ -36,6 +36,9 @@ from kvpolicy.models.loader import DecodeModel
 from kvpolicy.telemetry.record import run_record
 from kvpolicy.telemetry.slo import Slo
 
+# An idle wall-clock run wakes this often: an interrupt and the progress display wait no longer.
+LONGEST_SLEEP_S = 0.05
+
 
 class Engine:
     """Decodes requests over the KV hierarchy under one residency controller.
@@ -83,7 +86,7 @@ class Engine:
         self._runs_ahead = self.executor.runs_ahead and self.config.clock == "wall"
         self._launched: Launched | None = None
         self.residents = Residents(self.memory, self.scheduler, self.control, self.totals)
-        self.observer: StepObserver | None = None
+        self.observers: list[StepObserver] = []
         self._next_id = 0
         self.clock = Clock(self.config.clock)
         self._closed = False
@@ -192,13 +195,15 @@ class Engine:
             raise
         return [handle.result() for handle in handles]
 
-    def prepare(self, sampled: bool = False) -> None:
+    def prepare(self, sampled: bool = False, contexts: Sequence[int] = ()) -> None:
         """Capture the CUDA graphs of every batch size now, so that no step has to wait for it (without
-        graphs: nothing). sampled: for requests with a temperature too."""
+        graphs: nothing). sampled: for requests with a temperature too. contexts: tokens that contexts will
+        reach (none: the model's limit); graphs are captured for each power of two from 32K on."""
         for runs in (self.executor.decoder, self.executor.verifier):
             if runs is not None:
                 for kind in (False, True)[: 1 + sampled]:
-                    runs.prepare(self.model.geometry.max_context, kind)
+                    for most in contexts or (self.model.geometry.max_context,):
+                        runs.prepare(most, kind)
 
     # --- one step --------------------------------------------------------------------------------
 
@@ -231,8 +236,8 @@ class Engine:
         if not batch and self._launched is None:
             return False
         launched = self.executor.launch(batch, self.steps) if batch else None
-        if self.observer is not None and launched is not None:
-            self.observer(self.steps, batch)
+        for observer in self.observers if launched is not None else ():
+            observer(self.steps, batch)
         self.totals.decode_steps += bool(batch.decode)
         if decided and self._runs_ahead:
             # Behind the launch: the device has two steps to compute while the host decides.
@@ -299,6 +304,11 @@ class Engine:
         self.totals.note_step(self.memory, time.perf_counter() - started)
         if self.config.validate_:
             self.check_integrity()
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass without work, on the wall clock: at most so long, and no longer than an interrupt
+        may have to wait."""
+        time.sleep(min(seconds, LONGEST_SLEEP_S))
 
     def skip(self, steps: int = 1) -> None:
         """Let time pass without work, where steps are the clock and nothing runs."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvpolicy.engine.request import Request, RequestOutput
 from kvpolicy.errors import IntegrityError
+from kvpolicy.telemetry.latency import Latencies
 
 
 class RequestHandle:
@@ -31,6 +32,11 @@ class RequestHandle:
     def tokens(self) -> Sequence[int]:
         """Those made so far; not to be changed."""
         return self._request.tokens
+
+    @property
+    def latencies(self) -> Latencies:
+        """What has happened to it so far, and when."""
+        return self._request.latencies
 
     def output(self) -> RequestOutput:
         """The output as it is now, without driving the engine."""

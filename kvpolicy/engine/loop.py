@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvpolicy.control.decision import Decision, DecisionWriter
@@ -62,6 +62,10 @@ class LoadView:
     speculation: Counts | None = None
 
 
+DecisionListener = Callable[[Decision], None]
+"""Told of every decision when its budgets have been applied. Must not wait for the device."""
+
+
 def store_views(layout: Layout) -> tuple[StoreView, ...]:
     """The stores of a model as controllers see them."""
     return tuple(
@@ -108,6 +112,7 @@ class ControlLoop:
         self._seen: dict[int, RetrievalCounters] = {}
         self._due = True
         self.slo: Slo | None = None
+        self.listeners: list[DecisionListener] = []
         controller, self._initial, self.rule = self._checked(spec, eviction)
         self._most_entries = max(
             s.store.entries(layout.geometry.max_context) for s in layout.stores
@@ -208,8 +213,23 @@ class ControlLoop:
 
     def step(self, memory: Hierarchy, load: LoadView) -> None:
         """Decide and apply."""
+        observation = self.observe(memory, load)
+        if observation is not None:
+            self.act(memory, observation)
+
+    def act(self, memory: Hierarchy, observation: Observation) -> None:
+        """Decide on what :meth:`observe` gave, and apply it."""
+        decision = self.decider.decide(observation)
+        memory.set_budgets(decision.projected.budgets)
+        self.draft_tokens = decision.projected.draft_tokens
+        for listener in self.listeners:
+            listener(decision)
+
+    def observe(self, memory: Hierarchy, load: LoadView) -> Observation | None:
+        """What the next decision is about, None where nothing runs. The next observation counts from
+        here on."""
         if not load.running:
-            return
+            return None
         step = load.step
         counted = memory.counters.retrieval.received() if load.late else memory.counted()
         now = _Baseline(
@@ -228,9 +248,7 @@ class ControlLoop:
             curves = self._follower.curves(memory, observation.requests, load.late)
             observation = replace(observation, curves=curves)
         self._base, self._due = now, False
-        projected = self.decider.decide(observation).projected
-        memory.set_budgets(projected.budgets)
-        self.draft_tokens = projected.draft_tokens
+        return observation
 
     def _observe(
         self, now: _Baseline, memory: Hierarchy, load: LoadView, counted: Counted

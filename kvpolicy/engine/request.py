@@ -226,6 +226,18 @@ class Request:
         self.move(State.FINISHED)
         self.finish_reason = reason
 
+    @property
+    def latencies(self) -> Latencies:
+        """What has happened so far, and when."""
+        return Latencies(
+            arrived=self.arrived,
+            admitted=self.admitted,
+            first_token=self.first_token,
+            last_token=self.last_token,
+            waited_steps=self.waited_steps,
+            tokens=len(self.tokens),
+        )
+
     def output(self) -> RequestOutput:
         """The output as of now (final once the request has finished)."""
         return RequestOutput(
@@ -235,12 +247,5 @@ class Request:
             text=self._text.decode("utf-8", errors="replace"),
             finish_reason=self.finish_reason,
             logits_sha256=self._digest.hexdigest(),
-            latencies=Latencies(
-                arrived=self.arrived,
-                admitted=self.admitted,
-                first_token=self.first_token,
-                last_token=self.last_token,
-                waited_steps=self.waited_steps,
-                tokens=len(self.tokens),
-            ),
+            latencies=self.latencies,
         )

@@ -31,24 +31,26 @@ class Residents:
         self.totals = totals
         self.binding = ""
 
-    def initial_rows(self, request: Request) -> tuple[int, ...]:
-        """Hot rows per store that a request must get before it may start."""
+    def initial_rows(self, request: Request, control: ControlLoop | None = None) -> tuple[int, ...]:
+        """Hot rows per store that a request must get before it may start. control: whose promise it is
+        (None: of the one that decides here)."""
         stores = self.memory.layout.stores
-        return self.control.initial_rows(tuple(s.store.entries(request.max_tokens) for s in stores))
+        most = tuple(s.store.entries(request.max_tokens) for s in stores)
+        return (control or self.control).initial_rows(most)
 
-    def frames_to_start(self, request: Request) -> int:
+    def frames_to_start(self, request: Request, control: ControlLoop | None = None) -> int:
         """Frames that a request takes when it starts, or comes back."""
         room = self.memory.room_for(request.max_tokens, request.next_tokens)
-        return self.memory.frames_of(request.max_tokens, self.initial_rows(request), room)
+        return self.memory.frames_of(request.max_tokens, self.initial_rows(request, control), room)
 
-    def queue_bytes(self) -> tuple[int, ...]:
+    def queue_bytes(self, control: ControlLoop | None = None) -> tuple[int, ...]:
         """Device memory that waiting requests need to start, in order, as many as have seats.
 
         The room that admission leaves for growth is in it, that of all who run with the first.
         """
         size, more = self.memory.layout.frame_bytes, self.memory.growth_frames
         first = itertools.islice(self.scheduler.waiting, self.scheduler.seats_free)
-        frames = [self.frames_to_start(request) + more for request in first]
+        frames = [self.frames_to_start(request, control) + more for request in first]
         if frames:
             frames[0] += more * len(self.scheduler.running)
         return tuple(count * size for count in frames)

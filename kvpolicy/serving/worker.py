@@ -68,7 +68,7 @@ def main(descriptor: int) -> None:
         with engine:
             engine.prepare(sampled=True)
             channel.send({"ready": about(engine)})
-            with EventLog(start["logdir"], start["first_step"]) as events:
+            with EventLog(engine, start["logdir"], start["first_step"]) as events:
                 Worker(engine, channel, events, start["sample_seconds"]).run()
 
 
@@ -210,11 +210,11 @@ class Worker:
             changed = self._engine.reload(new).names
         except UserError as error:
             log.warning("%s: the policy stays as it is: %s", origin, error)
-            self._events.note(self._engine, f"{origin}: refused: {error}")
+            self._events.note(f"{origin}: refused: {error}")
             return str(error), {}
         new_policy = {name: getattr(self._engine.config, name) for name in settings}
         log.info("%s: policy %s (changed: %s)", origin, new_policy, ", ".join(changed) or "nothing")
-        self._events.note(self._engine, f"{origin}: {new_policy}")
+        self._events.note(f"{origin}: {new_policy}")
         return None, {"changed": list(changed), "step": self._engine.steps}
 
     # --- results ---------------------------------------------------------------------------------

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from dataclasses import replace
+from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from kvpolicy.errors import UserError
 from kvpolicy.workloads.draws import uniforms
@@ -24,13 +26,14 @@ class Replay(Parameters):
     rate: the trace's first ``rate x duration`` requests, their times stretched so that they fill
     the duration; ``trace``: the requests of the trace's first ``duration``, at their own times (a
     second of the trace is a second of the clock). prompt_bytes, output_tokens: instead of
-    the trace's lengths, and not scaled.
+    the trace's lengths, and not scaled. begin: part of the trace's requests that is left out first.
     """
 
+    begin: Annotated[float, Field(ge=0, lt=1)] = 0.0
     rate: Rate | Literal["trace"]
 
     def build(self, name: str, uri: str, unit: float) -> Workload:
-        trace = load_trace(name)
+        trace = self._cut(load_trace(name))
         times = self._times(trace, unit)
         corpus = load_corpus(self.text)
 
@@ -49,6 +52,18 @@ class Replay(Parameters):
 
         phase = Phase("trace", 0.0, self.duration * unit)
         return Workload(uri, (phase,), requests, closed=False)
+
+    def _cut(self, trace: Trace) -> Trace:
+        """The trace from ``begin`` on, its first request at 0."""
+        first = int(self.begin * len(trace))
+        if not first:
+            return trace
+        return replace(
+            trace,
+            times=trace.times[first:] - trace.times[first],
+            inputs=trace.inputs[first:],
+            outputs=trace.outputs[first:],
+        )
 
     def _times(self, trace: Trace, unit: float) -> NDArray[np.float64]:
         """Arrival times in seconds of the clock, ascending, inside the duration."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from kvpolicy.config import SamplingParams
 from kvpolicy.engine.clock import STEP_SECONDS
@@ -20,8 +20,6 @@ from kvpolicy.workloads.workload import Arrival, Workload
 
 __all__ = ["RunResult", "Runner"]
 
-# An idle wall-clock run wakes this often: an interrupt and the progress display wait no longer.
-LONGEST_SLEEP_S = 0.05
 # Moments this close are the same but for the rounding of floating-point sums.
 ROUNDING_S, ROUNDING_STEPS = 1e-9, 1e-6
 
@@ -40,7 +38,10 @@ class Runner:
     """One run of a workload on an engine that has nothing to do.
 
     sampling: of every request, but for its length and seed, which are the workload's. every: engine
-    steps between two samples (the engine's control interval). on_step: called after every step.
+    steps between two samples (the engine's control interval). on_step: called after every step;
+    on_sample: with every sample of the timeline. submit: how a request is given to the engine (None: its
+    prompt as it is). contexts: see ``Engine.prepare``. due: by number of the request, when it came, on the
+    engine's clock, where arrivals have times.
     """
 
     def __init__(
@@ -50,6 +51,9 @@ class Runner:
         sampling: SamplingParams | None = None,
         every: int | None = None,
         on_step: Callable[[Engine], None] | None = None,
+        on_sample: Callable[[dict[str, Any]], None] | None = None,
+        submit: Callable[[Arrival, SamplingParams], RequestHandle] | None = None,
+        contexts: Sequence[int] = (),
     ) -> None:
         self.engine = engine
         self.workload = workload
@@ -57,6 +61,10 @@ class Runner:
         self._sampling = sampling or SamplingParams()
         self._every = every or engine.config.control_interval
         self._on_step = on_step or (lambda engine: None)
+        self._on_sample = on_sample or (lambda sample: None)
+        self._submit = submit or (lambda arrival, params: engine.submit(arrival.prompt, params))
+        self._contexts = contexts
+        self.due: dict[int, float] = {}
         self._requests = workload.requests()
         self._next = next(self._requests, None)
         drain = Phase(DRAIN, workload.end, math.inf, 0 if workload.closed else None)
@@ -71,30 +79,45 @@ class Runner:
         """Seconds of the engine's clock since the start."""
         return self.engine.clock.now() - self.timeline.origin
 
+    @property
+    def handles(self) -> list[RequestHandle]:
+        """Of every request so far, in the order they were submitted."""
+        return self._handles
+
     def run(self) -> RunResult:
         """Submit everything when its time has come, and step until all of it has ended.
 
         Every wait is bounded: idle time passes in skips to the next event, or in short sleeps.
         IntegrityError if the engine stops working while requests are in the system.
         """
-        self.engine.prepare(sampled=self._sampling.temperature > 0.0)
-        self.timeline.origin = self.engine.clock.now()
-        while True:
-            self._advance()
-            if self._over:
-                break
-            if self.engine.step():
-                self._on_step(self.engine)
-                self._live = [handle for handle in self._live if not handle.done]
-            elif self._live:
-                raise IntegrityError(f"{len(self._live)} requests are neither running nor done")
-            else:
-                self._idle()
-            if self._entered or self.engine.steps - self.timeline.last_step >= self._every:
-                self._sample()
-                self._entered = False  # a sample shows at once what the phase brought
+        self.start()
+        while self.ready():
+            self.worked(self.engine.step())
         self._sample()
         return RunResult(self._outputs(), self.timeline, self.engine.clock.now())
+
+    def start(self) -> None:
+        """The workload begins now."""
+        self.engine.prepare(self._sampling.temperature > 0.0, self._contexts)
+        self.timeline.origin = self.engine.clock.now()
+
+    def ready(self) -> bool:
+        """Submit what is due. False once all of it has ended and nothing will come."""
+        self._advance()
+        return not self._over
+
+    def worked(self, done: bool) -> None:
+        """Note a step of the engine. done: it had work; else time passes until something comes."""
+        if done:
+            self._on_step(self.engine)
+            self._live = [handle for handle in self._live if not handle.done]
+        elif self._live:
+            raise IntegrityError(f"{len(self._live)} requests are neither running nor done")
+        else:
+            self._idle()
+        if self._entered or self.engine.steps - self.timeline.last_step >= self._every:
+            self._sample()
+            self._entered = False  # a sample shows at once what the phase brought
 
     def _outputs(self) -> list[RequestOutput]:
         """Where arrivals have times, a request arrives when it is due: what came while a step was
@@ -102,10 +125,9 @@ class Runner:
         outputs = [handle.result() for handle in self._handles]
         if self.workload.closed or self.engine.clock.counts_steps:
             return outputs
-        times = (self.timeline.origin + arrival.time for arrival in self.workload.requests())
         return [
-            replace(output, latencies=replace(output.latencies, arrived=time))
-            for output, time in zip(outputs, times, strict=True)
+            replace(output, latencies=replace(output.latencies, arrived=self.due[output.id]))
+            for output in outputs
         ]
 
     @property
@@ -118,7 +140,9 @@ class Runner:
         return not self._ahead and (self.workload.closed or self._next is None)
 
     def _sample(self) -> None:
-        self.timeline.add(asdict(self.engine.sample()))
+        sample = asdict(self.engine.sample())
+        self.timeline.add(sample)
+        self._on_sample(sample)
 
     # --- arrivals and time -----------------------------------------------------------------------
 
@@ -143,8 +167,10 @@ class Runner:
         while self._next is not None and self._due(self._next, now):
             own = {"max_new_tokens": self._next.max_new_tokens, "seed": self._next.seed}
             params = self._sampling.model_copy(update=own)
-            handle = self.engine.submit(self._next.prompt, params)
+            handle = self._submit(self._next, params)
             self._handles.append(handle)
+            if not self.workload.closed:
+                self.due[handle.id] = self.timeline.origin + self._when(self._next)
             self._live.append(handle)
             self._next = next(self._requests, None)
         return range(first, len(self._handles))
@@ -169,4 +195,4 @@ class Runner:
         if self.engine.clock.counts_steps:
             self.engine.skip(max(1, round(gap / STEP_SECONDS)))
         elif gap > 0:
-            time.sleep(min(gap, LONGEST_SLEEP_S))
+            self.engine.wait(gap)

@@ -22,8 +22,8 @@ Level = Annotated[int, Field(ge=0, le=4096)]
 
 # Of `diurnal`: the rate swings by this part of its mean, so that the peak is nine times the trough.
 SWING = 0.8
-# Of `longmix`: this part of the requests has a prompt so many times as long.
-LONG_SHARE, LONG_FACTOR = 0.2, 8
+# Of `longmix`: this part of the requests has a longer prompt.
+LONG_SHARE = 0.2
 # Of `burst`: when groups come, as parts of the duration.
 BURSTS = (0.25, 0.5, 0.75)
 
@@ -130,11 +130,13 @@ class Diurnal(Poisson):
 
 
 class Longmix(Poisson):
-    """Poisson arrivals, one prompt in five 8 times as long as "prompt_bytes" says."""
+    """Poisson arrivals, one prompt in five "long" (8) times as long as "prompt_bytes" says."""
+
+    long: int = Field(default=8, ge=1, le=4096)
 
     def arrival(self, corpus: Corpus, number: int, time: float) -> Arrival:
         prompt, output, place, kind = uniforms(self.seed, number, 4)
-        factor = LONG_FACTOR if kind < LONG_SHARE else 1
+        factor = self.long if kind < LONG_SHARE else 1
         size = self.prompt_size(self.prompt_bytes.at(prompt) * factor)
         return Arrival(
             time=time,

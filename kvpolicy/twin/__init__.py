@@ -1,0 +1,1 @@
+"""The deterministic twin of the engine: recorded selections, the runtime's bookkeeping, a fitted clock."""
