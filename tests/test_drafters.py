@@ -19,13 +19,14 @@ from drafting import (
 )
 from micro import micro_model
 from plain_drafters import PlainDrafter
+from watched import Watched
 
 from kvpolicy.models.glm_dsa import GlmDsa
 from kvpolicy.speculative.drafters.blockwise import Blockwise
 from kvpolicy.speculative.drafters.config import DrafterConfig
 from kvpolicy.speculative.drafters.dflash2 import DFlash2
 from kvpolicy.speculative.drafters.dspark import DSpark
-from kvpolicy.speculative.drawing import RowSampling
+from kvpolicy.speculative.drawing import RowSampling, draw
 from kvpolicy.speculative.proposal import Dense, Proposal, Sparse
 
 TAPS = 40
@@ -239,6 +240,25 @@ def test_drawn_tokens_follow_the_law_that_is_handed_over(target: GlmDsa, method:
     assert seen[law == 0].sum() == 0
 
 
+@pytest.mark.parametrize("coupled", [False, True])
+def test_a_block_is_drawn_as_tokens_one_by_one(target: GlmDsa, coupled: bool) -> None:
+    """The rule of ``kvpolicy.speculative.drawing``, bit for bit, greedy requests beside sampled ones."""
+    config = small_config("dspark")
+    drafter, taps = drafter_of(config, target), some_taps(TAPS, config)
+    assert isinstance(drafter, DSpark)
+    context, where = window_of(drafter, taps, 20, config.window - 1)
+    inputs = (torch.full((3,), 65), torch.full((3,), 20), context.expand(3, -1, -1))
+    how = replace(sampling(3), temperature=torch.tensor([0.0, 0.5, 1.2], dtype=torch.float64))
+    found = drafter.propose(*inputs, where.expand(3, -1), how, coupled)
+    logits = drafter.body.logits(drafter.body.block(*inputs, where.expand(3, -1)))
+    previous, law = inputs[0], dense_law(found, 264)
+    for k in range(config.tokens):
+        scores = drafter.corrected(logits[:, k], previous)
+        previous, own = draw(scores, None, how, inputs[1], k + 1, coupled)
+        assert torch.equal(found.tokens[:, k], previous)
+        assert torch.equal(law[:, k], own)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_coupled_drafts_take_the_highest_of_law_and_target_noise(
     target: GlmDsa, method: str
@@ -283,6 +303,21 @@ def test_calibration_divides_the_logits(target: GlmDsa) -> None:
         torch.testing.assert_close(
             torch.logit(scaled), torch.logit(raw) / torch.tensor([heats[name]])
         )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_draft_waits_for_nothing(target: GlmDsa, method: str) -> None:
+    """Nothing visits the host, no shape depends on a number: calls can be captured."""
+    config = small_config(method)
+    drafter, taps = drafter_of(config, target), some_taps(TAPS, config)
+    context, where = window_of(drafter, taps, 20, config.window - 1)
+    token, anchor, positions = torch.tensor([65]), torch.tensor([20]), torch.arange(TAPS)
+    how = sampling(1, 0.8)
+    assert drafter.capturable
+    with Watched():
+        drafter.context(taps, positions)
+        for coupled in (False, True):
+            drafter.propose(token, anchor, context, where, how, coupled)
 
 
 def test_the_last_position_of_a_model_can_be_an_anchor(target: GlmDsa) -> None:

@@ -103,7 +103,7 @@ def look(
     if not isinstance(drafter, DFlash2 | DSpark):
         overlap = torch.minimum(softmax(logits), law).sum(-1)
         return Drafted(body, body, overlap, (body == best).float())
-    drafted, overlap, agree, sure = [text[:, 0]], [], [], []
+    drafted, overlap, agree = [text[:, 0]], [], []
     recall = None
     if isinstance(drafter, DFlash2):
         ids, own, weighted = drafter.candidates(hidden, logits)
@@ -113,19 +113,20 @@ def look(
             if isinstance(drafter, DFlash2):
                 scores = drafter.path_scores(own[:, k], weighted[:, k], previous)
                 token = ids[:, k].gather(1, first_of_highest(scores)[:, None])[:, 0]
-                theirs, certainty = law[:, k].gather(1, ids[:, k]), None
+                theirs = law[:, k].gather(1, ids[:, k])
             else:
-                scores, certainty = drafter.step(hidden[:, k], logits[:, k], previous)
+                scores = drafter.corrected(logits[:, k], previous)
                 token, theirs = first_of_highest(scores), law[:, k]
             if previous is drafted[-1]:
                 following = token
         drafted.append(following)
         overlap.append(torch.minimum(softmax(scores), theirs).sum(-1))
         agree.append((token == best[:, k]).float())
-        sure += [] if certainty is None else [certainty]
     both = (torch.stack(parts, 1) for parts in (overlap, agree))
-    certain = torch.stack(sure, 1) if sure else None
-    return Drafted(torch.stack(drafted[1:], 1), body, *both, certain, recall)
+    sure = None
+    if isinstance(drafter, DSpark):
+        sure = drafter.confidence_logits(hidden, text[:, :-1])
+    return Drafted(torch.stack(drafted[1:], 1), body, *both, sure, recall)
 
 
 @torch.no_grad()

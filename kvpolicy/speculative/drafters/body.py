@@ -194,7 +194,8 @@ class Body:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The target's head on hidden states [r, K, hidden]: float32 [r, K, vocab]."""
-        return self.ops.linear(hidden.flatten(0, 1), self.head).unflatten(0, hidden.shape[:2])
+        flat = self.ops.linear(hidden.flatten(0, 1), self.head)
+        return flat.view(*hidden.shape[:2], -1)
 
 
 def rotate_halves(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:

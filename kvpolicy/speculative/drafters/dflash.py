@@ -34,6 +34,5 @@ class DFlash(Blockwise):
         hidden = self.body.block(anchors, positions, context, context_positions)
         logits = self.body.logits(hidden)
         draws = Draws.of_vocabulary(sampling, positions, self.tokens, self.config.vocab, coupled)
-        found = [draws.choose(logits[:, k], k) for k in range(self.tokens)]
-        tokens, laws = (torch.stack(parts, 1) for parts in zip(*found, strict=True))
-        return Proposal(tokens, Dense(laws))
+        tokens = torch.stack([draws.choose(logits[:, k], k) for k in range(self.tokens)], 1)
+        return Proposal(tokens, Dense(draws.laws(logits, tokens)))

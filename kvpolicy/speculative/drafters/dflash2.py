@@ -51,14 +51,14 @@ class DFlash2(Blockwise):
         logits = self.body.logits(hidden)
         ids, own, weighted = self.candidates(hidden, logits)
         draws = Draws.of_candidates(sampling, positions, ids, coupled)
-        previous, tokens, laws = anchors, [], []
+        previous, columns, scores = anchors, [], []
         for k in range(self.tokens):
-            scores = self.path_scores(own[:, k], weighted[:, k], previous)
-            column, law = draws.choose(scores, k)
-            previous = ids[:, k].gather(1, column[:, None])[:, 0]
-            tokens.append(previous)
-            laws.append(law)
-        return Proposal(torch.stack(tokens, 1), Sparse(ids, torch.stack(laws, 1)))
+            scores.append(self.path_scores(own[:, k], weighted[:, k], previous))
+            columns.append(draws.choose(scores[k], k))
+            previous = ids[:, k].gather(1, columns[k][:, None])[:, 0]
+        chosen = torch.stack(columns, 1)
+        law = Sparse(ids, draws.laws(torch.stack(scores, 1), chosen))
+        return Proposal(ids.gather(2, chosen[..., None])[..., 0], law)
 
     def candidates(self, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of every position: ids int64 [r, K, c], ascending, their logits float32 [r, K, c], and what

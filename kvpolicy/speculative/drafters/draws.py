@@ -17,8 +17,8 @@ from kvpolicy.speculative.drawing import RowSampling
 class Draws:
     """The same rule as :func:`kvpolicy.speculative.drawing.draw`, for K tokens of r requests.
 
-    noise: Gumbel, float64 [r, K, c], over candidates or vocabulary. Philox in plain torch is some hundred
-    small operations, so it is called once for a block, not once a token.
+    noise: Gumbel, float64 [r, K, c], over candidates or vocabulary, zero for greedy requests. Philox in
+    plain torch is some hundred small operations, so it is called once for a block, not once a token.
     """
 
     sampling: RowSampling
@@ -31,7 +31,7 @@ class Draws:
         """anchors: int64 [r], positions of the last committed tokens. tokens: K."""
         seeds, at, distances, role = _flat(sampling, anchors, tokens, coupled)
         noise = streams.gumbel(seeds, at, distances, role, vocab)
-        return Draws(sampling, noise.view(-1, tokens, vocab))
+        return _made(sampling, noise.view(-1, tokens, vocab))
 
     @staticmethod
     def of_candidates(
@@ -40,19 +40,30 @@ class Draws:
         """candidates: int64 [r, K, c], distinct."""
         seeds, at, distances, role = _flat(sampling, anchors, candidates.shape[1], coupled)
         noise = streams.gumbel_at(seeds, at, distances, role, candidates.flatten(0, 1))
-        return Draws(sampling, noise.view(candidates.shape))
+        return _made(sampling, noise.view(candidates.shape))
 
-    def choose(self, scores: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """A column per row, and the law that it was drawn from: int64 [r] and float64 [r, c].
+    def choose(self, scores: Tensor, step: int) -> Tensor:
+        """The column that each row draws: int64 [r]. Of equal scores the first.
 
-        scores: float32 [r, c], logits of token ``step`` (0..K-1). Of equal scores the first column.
+        scores: float32 [r, c], logits of token ``step`` (0..K-1).
         """
-        from_highest = scaled(scores, self.sampling.temperature)
-        greedy = (self.sampling.temperature == 0.0)[:, None]
-        noisy = from_highest + self.noise[:, step]
-        column = first_of_highest(torch.where(greedy, scores.double(), noisy))
-        only = torch.zeros_like(from_highest).scatter_(1, column[:, None], 1.0)
-        return column, torch.where(greedy, only, normalised(from_highest.exp()))
+        return first_of_highest(scaled(scores, self.sampling.temperature) + self.noise[:, step])
+
+    def laws(self, scores: Tensor, columns: Tensor) -> Tensor:
+        """What the columns were drawn from: float64 [r, K, c], all at once behind the walk.
+
+        scores: float32 [r, K, c]; columns: int64 [r, K].
+        """
+        heat = self.sampling.temperature.repeat_interleave(scores.shape[1])
+        law = normalised(scaled(scores.flatten(0, 1), heat).exp()).view(scores.shape)
+        only = torch.zeros_like(law).scatter_(2, columns[..., None], 1.0)
+        return torch.where((self.sampling.temperature == 0.0)[:, None, None], only, law)
+
+
+def _made(sampling: RowSampling, noise: Tensor) -> Draws:
+    """Greedy requests, whose scores are not scaled either, have no noise."""
+    greedy = (sampling.temperature == 0.0)[:, None, None]
+    return Draws(sampling, torch.where(greedy, 0.0, noise))
 
 
 def _flat(

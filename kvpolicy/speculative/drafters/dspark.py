@@ -59,34 +59,33 @@ class DSpark(Blockwise):
         hidden = self.body.block(anchors, positions, context, context_positions)
         logits = self.body.logits(hidden)
         draws = Draws.of_vocabulary(sampling, positions, self.tokens, self.config.vocab, coupled)
-        previous, tokens, laws, sure = anchors, [], [], []
+        before, scores = [anchors], []
         for k in range(self.tokens):
-            scores, certainty = self.step(hidden[:, k], logits[:, k], previous)
-            sure += [] if certainty is None else [certainty]
-            previous, law = draws.choose(scores, k)
-            tokens.append(previous)
-            laws.append(law)
-        return Proposal(
-            torch.stack(tokens, 1),
-            Dense(torch.stack(laws, 1)),
-            self.calibrated(torch.stack(sure, 1), sampling) if sure else None,
-        )
+            scores.append(self.corrected(logits[:, k], before[k]))
+            before.append(draws.choose(scores[k], k))
+        tokens = torch.stack(before[1:], 1)
+        law = Dense(draws.laws(torch.stack(scores, 1), tokens))
+        if not self.config.confidence:
+            return Proposal(tokens, law)
+        sure = self.confidence_logits(hidden, torch.stack(before[:-1], 1))
+        return Proposal(tokens, law, self.calibrated(sure, sampling))
 
-    def step(
-        self, hidden: Tensor, logits: Tensor, previous: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Corrected logits float32 [r, V] of a token, and the logit float32 [r] of the chance that it is
-        accepted, given those before it. hidden: narrow [r, d], logits: of its row. previous: int64 [r],
-        the token before it."""
+    def corrected(self, logits: Tensor, previous: Tensor) -> Tensor:
+        """Logits float32 [r, V] of a token behind the token ``previous`` int64 [r]."""
+        if not self.config.rank:
+            return logits
+        return self.body.ops.linear(self.markov_in[previous], self.markov_out, logits)
+
+    def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Logits float32 [r, K] of the chance that a token is accepted, given those before it.
+
+        hidden: narrow [r, K, d]. previous: int64 [r, K], the token before each.
+        """
         parts = [hidden.float()]
         if self.config.rank:
-            embedded = self.markov_in[previous]
-            logits = self.body.ops.linear(embedded, self.markov_out, logits)
-            parts.append(embedded.float())
-        if not self.config.confidence:
-            return logits, None
+            parts.append(self.markov_in[previous].float())
         # A product and a sum along the row: its bits do not depend on the number of requests.
-        return logits, (torch.cat(parts, 1) * self.sure_weight).sum(-1) + self.sure_bias
+        return (torch.cat(parts, -1) * self.sure_weight).sum(-1) + self.sure_bias
 
     def calibrated(self, logit: Tensor, sampling: RowSampling) -> Tensor:
         """Sequential temperature scaling: float32 [r, K]. logit: float32 [r, K]."""
