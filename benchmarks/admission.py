@@ -8,7 +8,10 @@ per store: selections do not depend on what a cache held, so this is exact for t
 the committed rows one by one. Rules:
 
     all       every fetched row may displace another
-    demoted   as all, but what only rejected rows wanted goes first in the next step
+    demoted   as all, but what was fetched for rejected rows alone goes first in the next step: the engine's
+              ``accepted``
+    untouched as all, but a hit of rejected rows alone does not count as a use
+    both      demoted and untouched
     anchor    rows that only proposed tokens want are staged and dropped; free slots take them
     refetched as anchor, and the accepted rows' misses are fetched again at commit
     kept      as anchor, and the accepted rows' misses stay, as if staging kept them until commit
@@ -27,7 +30,7 @@ from kvpolicy import Engine, EngineConfig, SamplingParams
 from kvpolicy.memory.step import StepMemory
 from kvpolicy.workloads.texts import load_corpus
 
-RULES = ("all", "demoted", "anchor", "refetched", "kept")
+RULES = ("all", "demoted", "untouched", "both", "anchor", "refetched", "kept")
 TIMES = (1, 2, 4, 8)
 
 
@@ -89,10 +92,10 @@ def step(cache: Cache, cycle: Cycle, rule: str) -> int:
     missing = cache.missing(every)
     fetched = len(missing)
     first = set(cycle.rows[0])
-    if rule in ("all", "demoted"):
-        cache.touch(every if rule == "all" else kept)
+    if rule in ("all", "demoted", "untouched", "both"):
+        cache.touch(kept if rule in ("untouched", "both") else every)
         cache.add(missing, frozenset(every))
-        if rule == "demoted":
+        if rule in ("demoted", "both"):
             cache.demote(set(missing) - set(kept))
     else:
         cache.touch(cycle.rows[0])
@@ -121,13 +124,14 @@ def plain(cache: Cache, cycle: Cycle) -> int:
 
 
 def collect(
-    drafter: str, prompts: int, prompt_bytes: int, tokens: int, temperature: float
+    drafter: str, device: str, prompts: int, prompt_bytes: int, tokens: int, temperature: float
 ) -> tuple:
     """(cycles, layers of each store, top-k, metrics) of a real run."""
     cycles: list[Cycle] = []
     config = EngineConfig(
-        device="cpu",
+        device=device,
         controller="resident",
+        prefill_chunk=256,
         drafter=drafter,
         device_kv_mib=128,
         host_kv_mib=256,
@@ -187,6 +191,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--drafter", default="ngram")
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--prompt-bytes", type=int, default=2500)
     parser.add_argument("--tokens", type=int, default=160)
@@ -194,7 +199,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     cycles, layers, topk, metrics = collect(
-        given.drafter, given.prompts, given.prompt_bytes, given.tokens, given.temperature
+        *(given.drafter, given.device, given.prompts, given.prompt_bytes),
+        *(given.tokens, given.temperature),
     )
     result = {
         "command": " ".join(sys.argv),

@@ -217,7 +217,6 @@ def test_bad_load_option(arguments: list[str], part: str) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--shadow", "resident"],
         ["--model", "tiny-csa"],
     ],
 )
@@ -239,6 +238,7 @@ def test_later_options_accept_their_default() -> None:
         (["--num-draft-tokens", "4"], "--num-draft-tokens goes with a --drafter"),
         (["--drafter", "ngram", "--num-draft-tokens", "0"], "num_draft_tokens = 0"),
         (["--drafter", "ngram", "--drafter", "none"], "run takes one --drafter"),
+        (["--drafter", "ngram", "--shadow", "resident"], "not with a --drafter"),
     ],
 )
 def test_bad_drafter_options(arguments: list[str], part: str) -> None:

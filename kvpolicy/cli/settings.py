@@ -57,7 +57,6 @@ def resolve(options: Options, extra: Mapping[str, Any] | None = None) -> Resolve
 
     extra: settings of a server's config that stand in blocks (None: such a config is refused).
     """
-    _refuse_later_options(options)
     values: dict[str, Any] = {}
     if options.config is not None:
         values |= _from_file(options.config, () if extra is None else BLOCKS)
@@ -76,7 +75,7 @@ def resolve(options: Options, extra: Mapping[str, Any] | None = None) -> Resolve
     }
     controllers = _named("controller", options.controller, values)
     drafters = _named("drafter", options.drafter, values)
-    _check_drafters(drafters, values)
+    _check_drafters(drafters, values, bool(options.shadow))
     _refuse_later_values(values)
     if isinstance(values.get("stop"), str | bytes):
         values["stop"] = (values["stop"],)
@@ -110,12 +109,17 @@ def _named(key: str, given: list[str] | None, values: dict[str, Any]) -> tuple[s
     return tuple(given or ([values[key]] if key in values else []))
 
 
-def _check_drafters(drafters: tuple[str, ...], values: Mapping[str, Any]) -> None:
+def _check_drafters(
+    drafters: tuple[str, ...], values: Mapping[str, Any], shadows: bool
+) -> None:
     from kvpolicy.speculative import registry
 
     for name in drafters:
         registry.check(name)
-    if all(name == registry.NONE for name in drafters) and values.get("num_draft_tokens"):
+    drafting = any(name != registry.NONE for name in drafters)
+    if drafting and shadows:
+        raise UserError("--shadow follows one row per request and step: not with a --drafter")
+    if not drafting and values.get("num_draft_tokens"):
         raise UserError("--num-draft-tokens goes with a --drafter")
 
 
@@ -181,10 +185,6 @@ def _check_utf8(stop: Any) -> None:
 
 def _not_yet(what: str) -> UserError:
     return UserError(f"{what} is not available yet in version {__version__} (see docs/claims.md)")
-
-
-def _refuse_later_options(options: Options) -> None:
-    """Options that are named already accept their default; the rest comes later."""
 
 
 def _refuse_later_values(values: Mapping[str, Any]) -> None:

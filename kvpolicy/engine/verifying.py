@@ -167,16 +167,17 @@ class VerifyDecoder:
         self._upload(inputs, rows, step)
         most = max(r.computed + 1 + limit for r, limit in zip(requests, limits, strict=True))
         sampled = any(request.params.temperature > 0.0 for request in requests)
-        failures = speculator.counts.failures
+        counts = speculator.counts
+        failures, drafting = counts.failures, counts.draft_seconds
         found = self._step(inputs, q, most, sampled)
         sent, logits = ToHost(found.kept), ToHost(found.logits[: len(rows) * q])
         kept = sent.read()[: len(rows)].tolist()
-        if not all(row[3] for row in kept) and failures == speculator.counts.failures:
+        if not all(row[3] for row in kept) and failures == counts.failures:
             speculator.failed("proposed tokens or probabilities that are none")
         answer = self._read(requests, q, kept, logits)
         self.memory.advance(held, step, answer.counts)
         seconds = time.perf_counter() - started
-        speculator.counts.verify_seconds += seconds
+        counts.verify_seconds += seconds - (counts.draft_seconds - drafting)
         speculator.timed(q - 1, len(rows) * q, answer.counts, seconds, ragged=False)
         return answer
 
@@ -196,7 +197,9 @@ class VerifyDecoder:
     def _step(self, inputs: VerifyInputs, q: int, most: int, sampled: bool) -> _Found:
         proposal = None
         if not self._inside:
+            started = time.perf_counter()
             proposal = self._placed(inputs, q, self._draft(inputs, q))
+            self.speculator.counts.draft_seconds += time.perf_counter() - started
         if not self.capture:
             return self._compute(inputs, q, most, sampled, proposal)
         room = SHORTEST
