@@ -56,7 +56,8 @@ class Family:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A load on a family's engine. workload: a URI without a seed, its time on the wall clock; closed or open.
+    """A load on a family's engine. workload: a URI without a seed, its time on the wall clock; closed
+    or open.
     slo: bounds as of ``--slo``. engine: what differs from the family's. most_tokens: longest request.
     goodput: tokens per second of the policy it is measured against, None for the tokens that its load asks
     for; of: which policy that is.
@@ -180,7 +181,7 @@ SCENARIOS: Mapping[str, Scenario] = {
             "load-step",
             "3 requests kept in the system, then 24, then 3",
             "glm-5.3-slice",
-            f"synthetic:step?low=3&high=24&duration=3&{_SLICE}",
+            f"synthetic:step?low=3&high=24&duration=2&{_SLICE}",
             _BOUNDS,
             most_tokens=57344,
         ),
@@ -188,7 +189,7 @@ SCENARIOS: Mapping[str, Scenario] = {
             "burst",
             "a steady trickle, and three bursts of 12 requests",
             "glm-5.3-slice",
-            f"synthetic:burst?rate=4&high=12&duration=9&{_SLICE}",
+            f"synthetic:burst?rate=4&high=12&duration=6&{_SLICE}",
             _BOUNDS,
             most_tokens=57344,
         ),
@@ -196,7 +197,7 @@ SCENARIOS: Mapping[str, Scenario] = {
             "pressure",
             "steady arrivals in two thirds of the memory",
             "glm-5.3-slice",
-            f"synthetic:poisson?rate=6&duration=8&{_SLICE}",
+            f"synthetic:poisson?rate=6&duration=6&{_SLICE}",
             _BOUNDS,
             {"device_kv_mib": 1344.0},
             most_tokens=57344,
@@ -205,7 +206,7 @@ SCENARIOS: Mapping[str, Scenario] = {
             "long-mix",
             "one request in five is twice as long",
             "glm-5.3-slice",
-            f"synthetic:longmix?rate=5&duration=8&long=2&{_SLICE}",
+            f"synthetic:longmix?rate=5&duration=6&long=2&{_SLICE}",
             _BOUNDS,
             most_tokens=114688,
         ),
@@ -213,7 +214,7 @@ SCENARIOS: Mapping[str, Scenario] = {
             "diurnal",
             "arrivals that swell and fade",
             "glm-5.3-slice",
-            f"synthetic:diurnal?rate=6&duration=9&{_SLICE}",
+            f"synthetic:diurnal?rate=6&duration=6&{_SLICE}",
             _BOUNDS,
             most_tokens=57344,
         ),
@@ -221,7 +222,7 @@ SCENARIOS: Mapping[str, Scenario] = {
             "azure",
             "arrivals of Azure's chat trace",
             "glm-5.3-slice",
-            f"trace:azure-conv?rate=6&duration=8&{_SLICE}",
+            f"trace:azure-conv?rate=6&duration=6&{_SLICE}",
             _BOUNDS,
             most_tokens=57344,
         ),

@@ -62,7 +62,7 @@ class SlotPool:
         many were missing: int64 [n]."""
         found = self._slot_of.take((lanes * self._width)[:, None] + wanted)
         absent = found < 0
-        missed = np.count_nonzero(absent, axis=1)
+        missed: Ints = np.count_nonzero(absent, axis=1)
         open_ = self.capacity[lanes] > 0
         if self.rule.touch:
             # What is absent counts as in the slot of padding, whose stamp nobody reads.
