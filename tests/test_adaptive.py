@@ -257,6 +257,32 @@ def test_nothing_is_promoted_that_could_not_stay() -> None:
     assert any(r.budget[i] == r.max_rows[i] for r in roomy.requests for i in range(2))
 
 
+def test_where_all_is_resident_nothing_is_decided() -> None:
+    """Until somebody waits, or memory runs low."""
+    views = [request(i, (900, 900), (1000, 1000), (1000, 1000)) for i in range(4)]
+    easy = observe(STORES, views, free=400, required=50)
+    controller = make("adaptive")
+    assert controller.decide(easy) == Plan()
+    for pressed in (
+        replace(easy, waiting=1, queue_bytes=(FRAME,)),
+        replace(easy, shortages=1),
+        replace(easy, free_bytes=0),
+    ):
+        assert set(controller.decide(pressed).targets) == set(range(4))
+
+
+def test_a_crowd_moves_few_caches_at_a_time() -> None:
+    """Memory runs low by some frames in a crowd at its fair share: a few give, nobody by much."""
+    even = decided(crowd(32, 400, free=300, required=3000))
+    before = replace(even, free_bytes=0, shortages=1)
+    after = decided(before)
+    pairs = zip(before.requests, after.requests, strict=True)
+    moved = [(a, b) for x, y in pairs for a, b in zip(x.budget, y.budget, strict=True) if a != b]
+    assert 0 < len(moved) <= 16
+    assert all(b >= 0.75 * a for a, b in moved)
+    assert after.free_bytes > 0
+
+
 # --- the split -----------------------------------------------------------------------------------
 
 GRID = tuple(range(0, 4097, K // 2))

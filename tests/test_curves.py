@@ -191,6 +191,8 @@ def test_who_is_followed() -> None:
     sampler.begin(7)
     assert sampler.choose(views) == 7
     assert sampler.choose([replace(v, decoding=v.request_id < 7) for v in views]) == 1
+    full = [replace(v, budget=v.max_rows) for v in views]
+    assert sampler.choose(full) is None and sampler.choose([*full, views[0]]) == 7
 
 
 class Watched(Static):

@@ -35,8 +35,14 @@ class Watched:
 
     def forward_with_taps(self, tokens: Tensor, memory: Any, wanted: Tensor, taps: Any) -> Any:
         logits, found = self.model.forward_with_taps(tokens, memory, wanted, taps)
-        kinds = [s.count for s in memory.segments for _ in range(s.count)]
-        self.rows += zip(memory.positions.tolist(), tokens.tolist(), found, kinds, strict=True)
+        positions = memory.positions.tolist()
+        self.rows += zip(
+            positions,
+            tokens.tolist(),
+            found.clone(),
+            [len(positions)] * len(positions),
+            strict=True,
+        )
         return logits, found
 
 
@@ -60,10 +66,14 @@ def test_taps_equal_hidden_states_of_the_next_index() -> None:
         states = oracle(
             torch.tensor([sequence]), use_cache=False, output_hidden_states=True
         ).hidden_states
+    # A position is fed again until its token is right, and never after it is committed.
+    last = {
+        position: (found, rows)
+        for position, token, found, rows in model.rows
+        if position < len(sequence) and token == sequence[position]
+    }
     seen: dict[str, int] = {"chunk": 0, "verify": 0}
-    for position, token, found, rows in model.rows:
-        if token != sequence[position]:
-            continue  # a rejected proposal
+    for position, (found, rows) in last.items():
         seen["verify" if position >= PROMPT and rows > 1 else "chunk"] += 1
         for tap, layer in zip(found, TAPS, strict=True):
             torch.testing.assert_close(tap, states[layer + 1][0, position], rtol=2e-3, atol=2e-3)

@@ -109,9 +109,7 @@ def _named(key: str, given: list[str] | None, values: dict[str, Any]) -> tuple[s
     return tuple(given or ([values[key]] if key in values else []))
 
 
-def _check_drafters(
-    drafters: tuple[str, ...], values: Mapping[str, Any], shadows: bool
-) -> None:
+def _check_drafters(drafters: tuple[str, ...], values: Mapping[str, Any], shadows: bool) -> None:
     from kvpolicy.speculative import registry
 
     for name in drafters:

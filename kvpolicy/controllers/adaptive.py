@@ -85,6 +85,8 @@ class Adaptive:
     def decide(self, observation: Observation) -> Plan:
         if not observation.requests or not observation.stores:
             return Plan()
+        if self._is_settled(observation):
+            return Plan()
         state = self._state(observation)
         frames = _share_out(state, observation)
         if bool((new := _promoted(state, observation, frames)).any()):
@@ -92,6 +94,13 @@ class Adaptive:
             frames = _share_out(state, observation)
         numbers = [request.request_id for request in observation.requests]
         return Plan(targets=dict(zip(numbers, _targets(state, frames), strict=True)))
+
+    def _is_settled(self, observation: Observation) -> bool:
+        """Whether everyone is fully resident, nobody waits and there is room: then everyone keeps what it
+        has, and the decision costs next to nothing."""
+        o = observation
+        pressure = o.waiting or o.shortages or o.free_bytes < self.reserve * o.pool_bytes
+        return not pressure and all(r.budget == r.max_rows for r in o.requests)
 
     def _minimum(self, stores: tuple[StoreView, ...]) -> tuple[int, ...]:
         return tuple(s.topk if self.min_rows is None else self.min_rows for s in stores)
