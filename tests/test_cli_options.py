@@ -225,7 +225,7 @@ def test_later_options_say_so(arguments: list[str]) -> None:
     assert "is not available yet in version" in line and line.endswith("(see docs/claims.md)")
 
 
-def test_later_options_accept_their_default() -> None:
+def test_no_shadow_is_the_default() -> None:
     options = Options(shadow=[])
     assert resolve(options) == resolve(Options())
 

@@ -118,7 +118,7 @@ class Options:
             "--admission",
             _POLICY,
             "Which rows fetched for proposed tokens may stay: all, or let those go first that only rejected "
-            "tokens wanted (default: the controller's own, mostly accepted).",
+            "tokens wanted (default: the controller's own, all).",
             "all|accepted",
         ),
     ] = None

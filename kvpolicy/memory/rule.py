@@ -32,7 +32,7 @@ class CacheRule:
     eviction: Eviction = "clock"
     admit_newest: bool = True
     seed: Seed = "selection"
-    admission: Admission = "accepted"
+    admission: Admission = "all"
 
     def __post_init__(self) -> None:
         if self.eviction not in EVICTIONS:

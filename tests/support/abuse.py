@@ -48,6 +48,7 @@ class Restless:
             eviction=self._random.choice(["lru", "clock", "fifo", "random"]),
             admit_newest=self._random.random() < 0.5,
             seed=self._random.choice(["selection", "first"]),  # type: ignore[arg-type]
+            admission=("all", "accepted")[seed % 2],  # type: ignore[arg-type]
         )
 
     def decide(self, observation: Observation) -> Plan:
