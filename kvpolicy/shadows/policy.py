@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvpolicy.config import EngineConfig
-from kvpolicy.control.observation import MissCurve, Observation, RequestView
+from kvpolicy.control.observation import Observation, RequestView
 from kvpolicy.controllers.base import wants_curves
 from kvpolicy.controllers.registry import ControllerLike
 from kvpolicy.engine.parts import make_control
@@ -16,6 +16,7 @@ from kvpolicy.memory.cuts import Cut, Holding, cuts_for
 from kvpolicy.memory.layout import Layout
 from kvpolicy.recording.caches import rule_named
 from kvpolicy.recording.lanes import Entries
+from kvpolicy.shadows.curves import ShadowCurves
 from kvpolicy.shadows.events import Decided, Joined, Stepped, Work
 from kvpolicy.shadows.holding import Count, ShadowRequest
 
@@ -54,7 +55,10 @@ class ShadowPolicy:
         own = config.model_copy(update={"controller": spec, "decision_log": None})
         self.control = make_control(own, layout)
         self.rule = rule_named(self.control.rule.eviction)
-        self.wants_curves = wants_curves(self.control.controller)
+        limit = layout.geometry.max_context
+        most = max(store.store.entries(limit) for store in layout.stores)
+        wanted = wants_curves(self.control.controller)
+        self.curves = ShadowCurves(self.control.stores, most) if wanted else None
         self.totals = Totals()
         self.seconds = 0.0
         self._layout, self._floor = layout, config.floor_rows
@@ -141,18 +145,19 @@ class ShadowPolicy:
 
     # --- decisions -------------------------------------------------------------------------------
 
-    def decide(self, event: Decided, queue_bytes: tuple[int, ...], curves: Any) -> None:
+    def decide(self, event: Decided, queue_bytes: tuple[int, ...]) -> None:
         """Observe its own memory, decide, and give its caches the budgets."""
         began = time.perf_counter()
         self._sync(event)
-        observation = self._observation(event, queue_bytes, curves if self.wants_curves else ())
+        observation = self._observation(event, queue_bytes)
+        if self.curves is not None:
+            curves = self.curves.curves(observation.requests)
+            observation = replace(observation, curves=curves)
         self._apply(self.control.decider.decide(observation).projected.budgets)
         self._asked = replace(self.totals)
         self.seconds += time.perf_counter() - began
 
-    def _observation(
-        self, event: Decided, queue_bytes: tuple[int, ...], curves: tuple[MissCurve, ...]
-    ) -> Observation:
+    def _observation(self, event: Decided, queue_bytes: tuple[int, ...]) -> Observation:
         live, size = event.observation, self._layout.frame_bytes
         frames, floors = self.frames, self._floors()
         now, before = self.totals, self._asked
@@ -167,7 +172,7 @@ class ShadowPolicy:
             requests=tuple(self._view(view) for view in live.requests),
             queue_bytes=queue_bytes,
             shortages=now.shortages - before.shortages,
-            curves=curves,
+            curves=(),
         )
 
     def _view(self, live: RequestView) -> RequestView:

@@ -25,7 +25,6 @@ from kvpolicy.engine.scheduler import Batch
 from kvpolicy.kernels.paging import upload
 from kvpolicy.memory.transfer import ToHost
 from kvpolicy.recording.recorder import where_selected
-from kvpolicy.shadows.curves import ShadowCurves
 from kvpolicy.shadows.events import Decided, Joined, Stepped, Work
 from kvpolicy.shadows.policy import ShadowPolicy
 
@@ -66,10 +65,7 @@ class Shadows:
                 policy.close()
             raise
         self._where = where_selected(memory.tables, memory.layout)
-        limit = memory.layout.geometry.max_context
-        most = max(store.store.entries(limit) for store in memory.layout.stores)
-        wanted = any(policy.wants_curves for policy in self.policies)
-        self._curves = ShadowCurves(engine.control.stores, most) if wanted else None
+        self._curves = [policy.curves for policy in self.policies if policy.curves is not None]
         self._known: dict[int, int] = {}
         self._pending: deque[_Pending] = deque()
         engine.observers.append(self)
@@ -157,9 +153,8 @@ class Shadows:
 
     def _decide(self, event: Decided, queues: tuple[tuple[int, ...], ...]) -> None:
         self._forget(event)
-        curves = self._curves.curves(event.observation.requests) if self._curves else ()
         for policy, queue in zip(self.policies, queues, strict=True):
-            policy.decide(event, queue, curves)
+            policy.decide(event, queue)
 
     def _step(self, event: Stepped, pending: _Pending) -> None:
         self._forget(event)
@@ -171,10 +166,10 @@ class Shadows:
 
     def _forget(self, event: Decided | Stepped) -> None:
         joined = {each.request_id for each in event.joined}
-        if self._curves is not None:
-            followed = self._curves.followed
+        for curves in self._curves:
+            followed = curves.followed
             if followed is not None and (followed not in event.running or followed in joined):
-                self._curves.leave()
+                curves.leave()
 
     def _select(self, work: Work, row: NDArray[np.int32], step: int) -> None:
         """Sort a request's selections by store."""
@@ -193,8 +188,9 @@ class Shadows:
             every = distinct[0] if len(distinct) == 1 else np.unique(np.concatenate(parts))
             work.recent.append(every)
             notes.append((store.index, step, committed, every.astype(np.int64)))
-        if self._curves is not None and work.decode:
-            self._curves.note(work.request_id, notes)
+        if work.decode:
+            for curves in self._curves:
+                curves.note(work.request_id, notes)
 
     # --- reports ---------------------------------------------------------------------------------
 
