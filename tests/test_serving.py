@@ -20,6 +20,7 @@ from kvpolicy.cli.main import app
 from kvpolicy.workloads import make
 
 MEMORY = {"device_kv_mib": 1.0, "host_kv_mib": 4.0, "max_concurrency": 8}
+SHADOW = "static:device_buffer_rows=24"
 POLICIES: tuple[dict[str, Any], ...] = (
     {"controller": "static", "parameters": {"device_buffer_rows": 24}},
     {"controller": "resident"},
@@ -37,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
-    logs = ("--logdir", str(folder / "logs"), "--validate")
+    logs = ("--logdir", str(folder / "logs"), "--validate", "--shadow", SHADOW)
     with serving(model, folder, *logs, **MEMORY) as found:
         yield found
 
@@ -239,7 +240,10 @@ def test_metrics_and_events(served: Served) -> None:
     from prometheus_client.parser import text_string_to_metric_families
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    before = served.policy()["sample"]["generated_tokens"]
+    policy = served.policy()
+    shadow = policy["shadows"][0]
+    assert shadow["name"] == SHADOW and shadow["unique_rows"] >= shadow["fetched_rows"] > 0
+    before = policy["sample"]["generated_tokens"]
     made = len(served.tokens("metrics", max_tokens=20))
     answer = served.http.get("/metrics")
     families = {f.name: f for f in text_string_to_metric_families(answer.text)}
@@ -282,6 +286,9 @@ def test_a_load_over_http_is_the_load_in_process(
     params = kvpolicy.SamplingParams(max_new_tokens=8)
     alone = offline(model, [a.prompt for a in arrivals], [params] * len(made))
     assert made == [one.logits_sha256 for one in alone]
+    open_uri = "synthetic:poisson?rate=3&duration=1&prompt_bytes=20&output_tokens=4&text=heldout"
+    result = CliRunner().invoke(app, ["load", served.url, "--workload", open_uri])
+    assert (result.exit_code, result.stderr) == (0, "")
     served.check_settled()
 
 

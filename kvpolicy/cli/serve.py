@@ -107,7 +107,9 @@ def read_config(options: ServeOptions) -> ServeConfig:
     own = {field.name for field in fields(ServeOptions)} - {field.name for field in fields(Options)}
     values |= {name: given for name in own if (given := getattr(options, name)) is not None}
     logdir = None if options.logdir is None else str(options.logdir)
-    return ServeConfig(resolved.engine, resolved.sampling, ServerSettings(**values), logdir)
+    return ServeConfig(
+        resolved.engine, resolved.sampling, ServerSettings(**values), logdir, resolved.shadows
+    )
 
 
 def policy_settings(block: Any) -> dict[str, Any]:

@@ -188,7 +188,7 @@ class Server:
             "name": spec.partition(":")[0] if ".py:" not in spec else spec,
             **self.link.policy,
             **{key: sample[key] for key in ("decisions", "projections", "fallbacks")},
-            "shadows": [],
+            "shadows": sample["shadows"],
             "restarts": self.link.restarts,
             "engine_pid": self.link.pid,
             "pending": self.link.pending,

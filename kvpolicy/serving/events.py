@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvpolicy.engine.engine import Engine
+    from kvpolicy.shadows.watcher import Shadows
     from kvpolicy.telemetry.live import LiveDiagnostics
 
 __all__ = ["EventLog"]
@@ -18,13 +19,19 @@ class EventLog:
     """Writes into a folder, or nothing where that is None. first_step: steps of the engines before this one;
     an engine that was started again writes into a folder of its own."""
 
-    def __init__(self, engine: Engine, folder: str | None, first_step: int = 0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        folder: str | None,
+        first_step: int = 0,
+        shadows: Shadows | None = None,
+    ) -> None:
         self._live: LiveDiagnostics | None = None
         if folder is not None:
             from kvpolicy.telemetry.live import LiveDiagnostics
 
             own = Path(folder, f"after-step-{first_step}") if first_step else Path(folder)
-            self._live = LiveDiagnostics(engine, own)
+            self._live = LiveDiagnostics(engine, own, shadows)
 
     def add(self, sample: Mapping[str, Any]) -> None:
         """One more moment: a record with the fields of the engine's ``Sample``."""

@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.25
 # A turn of the loop ends when a request does, or after this.
 TURN_SECONDS = 0.01
+# An idle load wakes this often, for an interrupt and its samples.
+LONGEST_WAIT = 0.05
 # After a refusal that does not say when to come back.
 BACK_OFF = 1.0
 _SAMPLE = [field.name for field in fields(Sample)]
@@ -131,7 +134,7 @@ class RemoteEngine:
         """The server's engine steps, as last heard."""
         return self._sample.step
 
-    def prepare(self, sampled: bool = False) -> None:
+    def prepare(self, sampled: bool = False, contexts: Sequence[int] = ()) -> None:
         """Nothing: the server is prepared."""
 
     def submit(self, prompt: bytes, params: SamplingParams) -> RemoteHandle:
@@ -149,6 +152,10 @@ class RemoteEngine:
             return False
         self._loop.run_until_complete(self._turn())
         return True
+
+    def wait(self, seconds: float) -> None:
+        """Let a moment pass with nothing to do, ``seconds`` at most."""
+        self._loop.run_until_complete(asyncio.sleep(min(seconds, LONGEST_WAIT)))
 
     async def _turn(self) -> None:
         try:

@@ -38,12 +38,13 @@ LAST_SECONDS = 5
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """All that a server is told. logdir: of TensorBoard events, None for none."""
+    """All that a server is told. logdir: of TensorBoard events, None for none. shadows: specs."""
 
     engine: EngineConfig
     sampling: SamplingParams
     server: ServerSettings
     logdir: str | None = None
+    shadows: tuple[str, ...] = ()
 
 
 class _Uvicorn(uvicorn.Server):
@@ -122,6 +123,7 @@ async def serve(
             "config": config.engine.model_dump(by_alias=True),
             "log_level": logging.getLogger("kvpolicy").getEffectiveLevel(),
             "logdir": config.logdir,
+            "shadows": list(config.shadows),
             "first_step": 0,
             "sample_seconds": settings.sample_seconds,
         }

@@ -35,6 +35,7 @@ from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.handle import RequestHandle
 from kvpolicy.errors import CapacityError, IntegrityError, UserError, reason
 from kvpolicy.serving.events import EventLog
+from kvpolicy.shadows.watcher import Shadows
 
 log = logging.getLogger(__name__)
 
@@ -60,16 +61,23 @@ def main(descriptor: int) -> None:
     with contextlib.suppress(EOFError):
         start = channel.receive()
         logging.basicConfig(level=start["log_level"], format=start["log_format"])
-        try:
-            engine = Engine(EngineConfig(**start["config"]))
-        except UserError as error:
-            channel.send({"error": str(error)})
-            return
-        with engine:
+        with contextlib.ExitStack() as stack:
+            try:
+                engine = stack.enter_context(Engine(EngineConfig(**start["config"])))
+                shadows = _shadows(engine, start["shadows"], stack)
+            except UserError as error:
+                channel.send({"error": str(error)})
+                return
             engine.prepare(sampled=True)
             channel.send({"ready": about(engine)})
-            with EventLog(engine, start["logdir"], start["first_step"]) as events:
-                Worker(engine, channel, events, start["sample_seconds"]).run()
+            log_of = EventLog(engine, start["logdir"], start["first_step"], shadows)
+            events = stack.enter_context(log_of)
+            Worker(engine, channel, events, start["sample_seconds"], shadows).run()
+
+
+def _shadows(engine: Engine, specs: list[str], stack: contextlib.ExitStack) -> Shadows | None:
+    """The shadow controllers of these specs; nobody pays for none."""
+    return stack.enter_context(Shadows(engine, specs)) if specs else None
 
 
 def about(engine: Engine) -> dict[str, Any]:
@@ -116,9 +124,15 @@ class Worker:
     should go at once."""
 
     def __init__(
-        self, engine: Engine, channel: Channel, events: EventLog, sample_seconds: float
+        self,
+        engine: Engine,
+        channel: Channel,
+        events: EventLog,
+        sample_seconds: float,
+        shadows: Shadows | None = None,
     ) -> None:
         self._engine = engine
+        self._shadows = shadows
         self._channel = channel
         self._events = events
         self._sample_seconds = sample_seconds
@@ -299,7 +313,19 @@ class Worker:
             "deferred": dict(totals.deferred),
             "reduced_admissions": totals.reduced_admissions,
             "binding": engine.residents.binding,
+            "accepted_length": engine.speculator.counts.accepted_length
+            if engine.speculator
+            else None,
+            "shadows": self._shadows_of(sample),
         }
+
+    def _shadows_of(self, sample: dict[str, Any]) -> list[dict[str, Any]]:
+        """What each shadow would have fetched of the same rows."""
+        if self._shadows is None:
+            return []
+        pairs = zip(self._shadows.policies, self._shadows.samples(sample), strict=True)
+        names = ("unique_rows", "fetched_rows", "optional_bytes")
+        return [{"name": p.name, **{name: own[name] for name in names}} for p, own in pairs]
 
 
 def logprobs_of(row: NDArray[np.float32], token: int, top: int) -> list[Any]:
