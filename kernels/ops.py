@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from . import draft_attention as drafting
 from . import elementwise, indexer, latents
 from . import sparse_mla as attention
 from .backend import REFERENCE
@@ -141,6 +142,18 @@ class Ops(Protocol):
         NaN included; its location must be one of the arena. value_width: leading columns of a row
         that are the value.
         """
+        ...
+
+    def draft_attention(
+        self,
+        query: Tensor,
+        context: Tensor,
+        key: Tensor,
+        value: Tensor,
+        visible: Tensor,
+        causal: bool,
+    ) -> Tensor:
+        """See ``kernels.draft_attention.draft_attention``. The result is narrow."""
         ...
 
 
@@ -276,6 +289,18 @@ class ReferenceOps:
             rows = rows.masked_fill(~valid[..., None], 0.0)
         summed = attention.sparse_mla(query.float(), rows, valid, value_width, scale, self.tiling)
         return summed.to(query.dtype)
+
+    def draft_attention(
+        self,
+        query: Tensor,
+        context: Tensor,
+        key: Tensor,
+        value: Tensor,
+        visible: Tensor,
+        causal: bool,
+    ) -> Tensor:
+        out = drafting.draft_attention(query, context, key, value, visible, causal)
+        return out.to(self.dtype)
 
 
 def segments(row_segment: Tensor) -> Iterator[tuple[int, slice]]:

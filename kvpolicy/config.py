@@ -18,7 +18,7 @@ from pydantic import (
 
 from kvpolicy import evictions
 from kvpolicy.errors import UserError, unknown_name
-from kvpolicy.memory.rule import Eviction
+from kvpolicy.memory.rule import Admission, Eviction
 from kvpolicy.yaml_values import read_yaml
 
 if TYPE_CHECKING:
@@ -86,10 +86,15 @@ class EngineConfig(Settings):
     ``decide`` or a function of an observation. controller_isolation: ``auto`` asks a controller that a
     spec names in a file or plug-in in a process of its own, where decisions have a deadline; ``thread``
     asks every controller in a thread of the engine's process.
-    eviction, admission: None leaves the choice to the controller.
+    eviction, admission: None leaves the choice to the controller. drafter: who proposes tokens that the
+    next step verifies, a name (``kvpolicy list``) or in Python an object; num_draft_tokens: at most so
+    many per request and step (None: the drafter's own); verification: ``standard`` and ``block`` keep the
+    law of sampled tokens, ``coupled`` the very tokens that come without a drafter; verify_length:
+    ``scheduled`` verifies as many proposed tokens as pay for their rows and fetches.
     device_kv_mib: device memory for KV of all kinds (rows, index keys, maps, staging, in-flight).
     host_kv_mib: host memory for the history. staging_rows: transient rows shared by all requests
-    (None: what max_concurrency requests can select at once). floor_rows: hot rows per request and
+    (None: what max_concurrency requests can select at once; with a drafter as many times as they have rows,
+    up to a quarter of the device memory). floor_rows: hot rows per request and
     layer that no controller can take. prefill_chunk: prompt rows computed in one step.
     control_interval: steps between two decisions. decision_deadline_ms: what one may take before the
     fallback controller decides (0: no deadline; none either where steps are the clock). decision_log:
@@ -112,7 +117,11 @@ class EngineConfig(Settings):
     controller: SkipValidation[ControllerLike] = "hisparse"
     controller_isolation: Literal["auto", "thread"] = "auto"
     eviction: Eviction | None = None
-    admission: Literal["all"] | None = None
+    admission: Admission | None = None
+    drafter: SkipValidation[Any] = "none"
+    num_draft_tokens: int | None = Field(default=None, ge=1, le=64)
+    verification: Literal["standard", "block", "coupled"] = "standard"
+    verify_length: Literal["full", "scheduled"] = "full"
     device_kv_mib: float = Field(default=64.0, gt=0, le=1 << 20, allow_inf_nan=False)
     host_kv_mib: float = Field(default=512.0, gt=0, le=1 << 24, allow_inf_nan=False)
     staging_rows: int | None = Field(default=None, ge=1)
@@ -152,6 +161,20 @@ class EngineConfig(Settings):
         from kvpolicy.controllers.targets import name_of
 
         return name_of(value)
+
+    @field_validator("drafter", mode="plain")
+    @classmethod
+    def _drafter(cls, value: Any) -> Any:
+        """A name is looked up when an engine is made; an object must be one that proposes."""
+        if not isinstance(value, str) and not callable(getattr(value, "propose", None)):
+            raise ValueError("should be a name or an object with propose()")
+        return value
+
+    @field_serializer("drafter")
+    def _drafter_name(self, value: Any) -> str:
+        return (
+            value if isinstance(value, str) else str(getattr(value, "name", type(value).__name__))
+        )
 
     @field_validator("eviction")
     @classmethod

@@ -81,13 +81,14 @@ def decode(
         device_kv_mib=2,
         host_kv_mib=4,
         kv_dtype=kv_dtype,  # type: ignore[arg-type]
+        cuda_graphs=isinstance(model, GlmDsa),  # models that look wait for the device
         validate=True,
     )
     with Engine(config, model=model) as engine:  # type: ignore[arg-type]
         outputs = engine.generate(prompts, params)
         record = engine.record()
         assert record["backend"] == engine.model.backend
-        assert (record["link"] is None) == (engine.device.type == "cpu")
+        assert record["link"] is None  # too small a host pool to measure it
         return outputs
 
 

@@ -12,6 +12,7 @@ from kvpolicy.cli.main import app
 from kvpolicy.geometry.presets import preset_names
 from kvpolicy.kernels.eviction import RULES
 from kvpolicy.memory.rule import EVICTIONS
+from kvpolicy.speculative import registry
 
 KINDS = ["controllers", "evictions", "drafters", "models", "workloads", "environments"]
 
@@ -24,7 +25,8 @@ def test_json_holds_every_registered_name() -> None:
     names = {kind: [entry["name"] for entry in entries] for kind, entries in found.items()}
     assert names["controllers"] == list(controllers.names())
     assert names["evictions"] == list(RULES)
-    assert names["drafters"] == ["none"]
+    assert names["drafters"] == registry.names()
+    assert {"none", "dflash", "dflash2", "dspark"} <= set(names["drafters"])
     assert names["models"] == list(preset_names())
     assert names["workloads"] == [name for name, _ in workloads.describe()]
     assert names["environments"] == []

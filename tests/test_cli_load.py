@@ -160,7 +160,7 @@ def test_logdir(micro: str, tmp_path: Path) -> None:
     assert (result.exit_code, result.stderr) == (0, ""), result.output
     folder = tmp_path / "new" / "logs"
     assert result.stdout.splitlines()[-2:] == [
-        f"events: tensorboard --logdir {folder}",
+        f"events: kvpolicy dashboard {folder}",
         f"picture: {folder / 'timeline.png'}",
     ]
     names = ["hisparse", "hisparse_2", "record.json", "resident", "timeline.png"]

@@ -217,12 +217,7 @@ def test_bad_load_option(arguments: list[str], part: str) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--drafter", "dspark"],
-        ["--verification", "block"],
-        ["--num-draft-tokens", "4"],
-        ["--shadow", "resident"],
         ["--model", "tiny-csa"],
-        ["--admission", "accepted"],
     ],
 )
 def test_later_options_say_so(arguments: list[str]) -> None:
@@ -231,16 +226,23 @@ def test_later_options_say_so(arguments: list[str]) -> None:
 
 
 def test_later_options_accept_their_default() -> None:
-    options = Options(drafter=["none"], verification="standard")
+    options = Options(shadow=[])
     assert resolve(options) == resolve(Options())
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "meant"),
-    [("--drafter", "dsparc", "dspark"), ("--verification", "blok", "block")],
+    ("arguments", "part"),
+    [
+        (["--drafter", "ngramm"], "(did you mean 'ngram'?)"),
+        (["--verification", "blok"], "verification = 'blok'"),
+        (["--num-draft-tokens", "4"], "--num-draft-tokens goes with a --drafter"),
+        (["--drafter", "ngram", "--num-draft-tokens", "0"], "num_draft_tokens = 0"),
+        (["--drafter", "ngram", "--drafter", "none"], "run takes one --drafter"),
+        (["--drafter", "ngram", "--shadow", "resident"], "not with a --drafter"),
+    ],
 )
-def test_values_of_later_options_are_checked(flag: str, value: str, meant: str) -> None:
-    assert f"(did you mean {meant!r}?)" in invoke_error("x", flag, value)
+def test_bad_drafter_options(arguments: list[str], part: str) -> None:
+    assert part in invoke_error("x", *arguments)
 
 
 # --- prompts --------------------------------------------------------------------------------------

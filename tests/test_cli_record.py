@@ -96,8 +96,12 @@ def test_the_oracle_table(recording: Path, tmp_path: Path) -> None:
     assert (result.exit_code, result.stderr) == (0, ""), result.output
     lines = result.stdout.splitlines()
     assert lines[1].split()[:3] == ["run", "(static:device_buffer_rows=20)", "clock"]
-    assert [line.split()[:2] for line in lines[2:12]] == [
-        *([split, rule] for split in ("recorded", "equal", "best") for rule in RULES),
+    assert [line.split()[:2] for line in lines[2:15]] == [
+        *(
+            [split, rule]
+            for split in ("recorded", "equal", "best", "clairvoyant")
+            for rule in RULES
+        ),
         ["bound", "belady"],
     ]
     document = json.loads((tmp_path / "a.json").read_text())
@@ -113,7 +117,7 @@ def test_the_oracle_of_another_memory(recording: Path) -> None:
     usual = oracle_json(recording)
     size = usual["record"]["config"]["device_kv_mib"]
     less = oracle_json(recording, "--device-kv-mib", str(size - 63.5), "--evictions", "lru")
-    assert [row["split"] for row in less["rows"]] == ["equal", "best", "any"]
+    assert [row["split"] for row in less["rows"]] == ["equal", "best", "clairvoyant", "any"]
     assert less["bound_rows"] >= usual["bound_rows"]
     assert less["wanted_rows"] == usual["wanted_rows"]
 

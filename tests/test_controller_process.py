@@ -200,6 +200,7 @@ PLANS = st.builds(
     default=st.one_of(st.none(), NUMBERS),
     reserve_rows=NUMBERS,
     reserve_bytes=NUMBERS,
+    draft_tokens=NUMBERS,
 )
 
 

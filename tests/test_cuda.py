@@ -17,6 +17,7 @@ from scale import examples
 
 from kvpolicy import Engine, EngineConfig, SamplingParams
 from kvpolicy.engine.request import RequestOutput
+from kvpolicy.models.dummy import DummyWeights
 from kvpolicy.models.glm_dsa import GlmDsa
 from kvpolicy.models.loader import load_model
 
@@ -100,3 +101,50 @@ def test_tiny_dsa_says_the_same_on_both_devices() -> None:
             outputs = engine.generate(prompts, SamplingParams(max_new_tokens=32))
         tokens.append([o.tokens for o in outputs])
     assert tokens[0] == tokens[1] == tokens[2]
+
+
+# The sizes of a graph, and numbers of rows between them, which are padded.
+ROWS = (1, 2, 3, 4, 7, 8, 16, 23, 32, 64, 100, 128, 200, 256)
+
+
+@pytest.mark.parametrize("name", ["tiny-dsa", "glm-5.3"])
+def test_any_number_of_rows_gives_the_same_bits(name: str) -> None:
+    """Graphs of 1 to 256 rows, padded or not: the same logits as alone with the whole history on the
+    device. Half of the requests are drawn, contexts lie on both sides of top-k (128 and 2,048)."""
+    cuda, tiny = torch.device("cuda"), name == "tiny-dsa"
+    if tiny:
+        model = load_model(name, cuda, "triton")
+        lengths, rows, kinds = (1, 90, 140, 700), 100, {"kv_dtype": "float32"}
+    else:  # a group of four layers, 8-bit rows
+        weights = DummyWeights(name, cuda, torch.bfloat16, 4, vocab=512)
+        model = GlmDsa(weights, cuda, name, "triton", torch.bfloat16)
+        lengths, rows, kinds = (1, 90, 300, 2200), 1500, {"kv_dtype": "fp8"}
+    requests = [
+        (bytes((i * 7 + n) % 251 for i in range(n)), SamplingParams(max_new_tokens=4, **drawn))
+        for n in lengths
+        for drawn in ({}, {"temperature": 0.8, "seed": n})
+    ]
+
+    config = EngineConfig(
+        device="cuda",
+        max_concurrency=max(ROWS),
+        prefill_chunk=2048,
+        device_kv_mib=8192,
+        host_kv_mib=2048,
+        **kinds,  # type: ignore[arg-type]
+    )
+    with Engine(config, model=model) as engine:
+        assert engine.executor.decoder is not None
+
+        def decode(many: list[int]) -> list[str]:
+            prompts, params = zip(*(requests[i] for i in many), strict=True)
+            return [output.logits_sha256 for output in engine.generate(prompts, params)]
+
+        engine.set_controller("resident")
+        alone = [decode([i])[0] for i in range(len(requests))]
+        engine.set_controller(f"static:device_buffer_rows={rows}")
+        for count in ROWS:
+            # Long prompts are few: reading them is most of the time.
+            many = [i % 8 if i < 16 else i % 4 for i in range(count)]
+            assert decode(many) == [alone[i] for i in many], count
+        assert engine.executor.decoder.graphs >= 9  # 1 to 256

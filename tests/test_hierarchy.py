@@ -117,6 +117,7 @@ def test_a_tight_staging_area_serves_the_step_in_waves(micro: DecodeModel) -> No
         device="cpu",
         device_kv_mib=2,
         host_kv_mib=4,
+        decision_deadline_ms=0,  # a busy machine would let the fallback decide
     )
     wide = EngineConfig(**{**config.model_dump(by_alias=True), "staging_rows": None})
     params = SamplingParams(max_new_tokens=10)

@@ -51,3 +51,22 @@ def test_layer_kernels_compile(tmp_path: Path) -> None:
     for line in products:
         assert len(line["wgmma"]) == 1 and line["wgmma"][0].startswith("m64n"), line
         assert line["bulk"] >= 4, line
+
+
+@pytest.mark.full  # 8 programs of 2 s each
+def test_sampling_kernels_compile(tmp_path: Path) -> None:
+    """Noise and acceptance, for dense and sparse proposals, standard and block; nothing spills."""
+    lines = lines_of("compile_acceptance.py", tmp_path)
+    assert [line["kernel"] for line in lines].count("accept") == 4
+    assert len(lines) == 8 and not any(line["spilled"] for line in lines), lines
+
+
+@pytest.mark.full
+def test_hand_placed_attention_compiles(tmp_path: Path) -> None:
+    """Two warp groups share the scores (tiles of 64 x 32), copies take 16 bytes, and all fits in a
+    multiprocessor's shared memory."""
+    lines = lines_of("compile_attention.py", tmp_path)
+    assert len(lines) == 4
+    for line in lines:
+        assert line["wgmma"] == ["m64n256k16", "m64n32k16"] and line["products"] == 40, line
+        assert line["copies"] == ["0x10"] and line["shared"] <= 232_448 and not line["wrong"], line

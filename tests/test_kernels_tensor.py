@@ -298,6 +298,41 @@ def test_attention_at_true_sizes(dtype: torch.dtype, heads: int) -> None:
 
 @pytest.mark.gpu
 @FORMATS
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_hand_placed_attention(dtype: torch.dtype, parts: int) -> None:
+    """The other form's results within rounding: rows with gaps, short, empty, alone and in a batch."""
+    from kvpolicy.kernels.triton.sparse_mla_tensor import Shape, sparse_mla
+
+    cuda, shape = torch.device("cuda"), Shape(64, parts, 8, 2, placed=True)
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("made for Hopper")
+    rows = randn(cuda, 1 << 14, 576)
+    records = fp8.quantize_rows(rows, 512) if dtype == torch.uint8 else rows.bfloat16()
+    view = records.view(-1, 64, records.shape[1])
+    g = torch.Generator().manual_seed(0)
+    locations = torch.stack([torch.randperm(len(rows), generator=g)[:2048] for _ in range(20)])
+    locations = locations.sort().values.to(cuda)
+    valid = torch.ones_like(locations, dtype=torch.bool)
+    valid[1, 1500:], valid[2, 3:], valid[3], valid[4, ::3] = False, False, False, False
+    query = randn(cuda, 20, 128, 576).bfloat16()
+    ours = sparse_mla(query, view, locations, valid, 512, 576**-0.5, shape)
+    plain = sparse_mla(query, view, locations, valid, 512, 576**-0.5, Shape(32, 4, 8, 5))
+    assert off(ours, plain) < 4e-3
+    assert torch.equal(ours[3], torch.zeros_like(ours[3]))
+    for row in (0, 1, 2, 4, 19):
+        own = slice(row, row + 1)
+        part = (query[own], view, locations[own], valid[own])
+        assert torch.equal(sparse_mla(*part, 512, 576**-0.5, shape), ours[own])
+    poisoned = view.clone().view(torch.uint8)
+    unused = torch.ones(len(rows), dtype=torch.bool, device=cuda)
+    unused[locations[valid]] = False
+    poisoned.flatten(0, 1)[unused] = 255
+    same = sparse_mla(query, poisoned.view(view.dtype), locations, valid, 512, 576**-0.5, shape)
+    assert torch.equal(same, ours)
+
+
+@pytest.mark.gpu
+@FORMATS
 def test_the_indexer_in_a_graph(dtype: torch.dtype) -> None:
     """One capture serves every length: 100,000 entries, few, none; as many as ``most``."""
     cuda, ops, k, most = torch.device("cuda"), make_ops("triton"), 2048, 100_000

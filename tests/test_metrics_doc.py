@@ -9,6 +9,7 @@ from pathlib import Path
 from micro import micro_model
 
 from kvpolicy import Engine, EngineConfig, SamplingParams
+from kvpolicy.engine.speculation import Counts
 from kvpolicy.telemetry.phases import PhaseReport
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
@@ -32,8 +33,9 @@ def test_every_metric_is_explained(tmp_path: Path) -> None:
     told = rows("Metrics")
     assert set(told) == set(metrics)
     assert set(re.findall("`([a-z_]+)`", told["prefill"])) == set(metrics["prefill"])
-    # What is said to be a placeholder must be one.
-    assert (metrics["accepted_length"], metrics["ring_bytes"]) == (None, 0)
+    nothing = (metrics["accepted_length"], metrics["speculation"], metrics["ring_bytes"])
+    assert nothing == (None, None, 0)
+    assert set(re.findall("`([a-z_]+)`", told["speculation"])) == set(Counts(1).report())
     assert metrics["goodput_tokens_per_s"] is None
 
 

@@ -79,6 +79,7 @@ PLANS = st.builds(
     default=TARGETS,
     reserve_rows=NUMBERS,
     reserve_bytes=NUMBERS,
+    draft_tokens=NUMBERS,
 )
 
 
@@ -153,7 +154,7 @@ def test_what_is_no_number_is_refused(
 ) -> None:
     """Wherever it stands: NaN keeps nothing and is no zero."""
     value = data.draw(st.sampled_from([odd, [odd], (odd, 1)])) if observation.stores else odd
-    for name in ("default", "reserve_rows", "reserve_bytes"):
+    for name in ("default", "reserve_rows", "reserve_bytes", "draft_tokens"):
         with pytest.raises(UnreadablePlan, match=f"{name} is not a number"):
             project(replace(plan, **{name: odd if name != "default" else value}), observation)
     with pytest.raises(UnreadablePlan, match=r"targets\[3\] is not a number"):
@@ -278,6 +279,24 @@ def test_unknown_requests_and_names_of_reasons() -> None:
     projected = project(Plan.even(90), observation)
     assert projected.changed and projected.reason == "more than the memory there is"
     assert 20 <= projected.budgets[3][0] <= 30
+
+
+@pytest.mark.parametrize(
+    ("asked", "cap", "reason"),
+    [
+        (FULL, None, ""),
+        (1e9, None, ""),
+        (7, 7, ""),
+        (2.9, 2, ""),
+        (0, 0, ""),
+        (-1, 0, "a negative number of draft tokens"),
+        (-math.inf, 0, "a negative number of draft tokens"),
+    ],
+)
+def test_a_cap_on_draft_tokens(asked: float, cap: int | None, reason: str) -> None:
+    observation = observed(ONE, (request(3, (100,), (30,)),), 0, 0)
+    projected = project(Plan(targets={3: 30}, draft_tokens=asked), observation)
+    assert projected == ProjectedPlan({3: (30,)}, bool(reason), reason, cap)
 
 
 def test_shrinking_is_in_proportion() -> None:

@@ -33,7 +33,7 @@ class Watcher:
         self.recorder = recorder
         self.engine = recorder.engine
         self.chosen: dict[tuple[int, int], list[list[int]]] = {}
-        self.engine.observer = self
+        self.engine.observers[:] = [self]
 
     def __call__(self, step: int, batch: Batch, /) -> None:
         ended = [r for r, _ in batch.prompts if r.computed == len(r.prompt)]
@@ -57,7 +57,7 @@ def test_every_selection_is_kept(tmp_path: Path, model: Any) -> None:
         with Engine(config, model()) as engine, Recorder(engine, path, chunk) as recorder:
             watcher = Watcher(recorder)
             outputs = engine.generate(prompts(4), SamplingParams(max_new_tokens=12))
-            engine.observer = recorder
+            engine.observers[:] = [recorder]
             recorder.finish(outputs, {})
         found[chunk] = Recording(path)
         assert len(watcher.chosen) == 4 * len(found[chunk].header.selectors)
@@ -125,7 +125,7 @@ def test_a_recorder_that_is_not_finished_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError), Recorder(engine, tmp_path / "a.npz", chunk=10):
             engine.generate(prompts(1), SamplingParams(max_new_tokens=4))
             raise RuntimeError
-        assert engine.observer is None
+        assert not engine.observers
         engine.generate(prompts(1), SamplingParams(max_new_tokens=4))
     assert not list(tmp_path.iterdir())
 

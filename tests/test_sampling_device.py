@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 pytest.importorskip("triton")
 
 from kvpolicy.config import SamplingParams
-from kvpolicy.kernels.triton.sampling import allowed, first_of_highest, gumbel, sample
+from kvpolicy.kernels.sampling import allowed, first_of_highest
+from kvpolicy.kernels.triton.sampling import gumbel, sample
 from kvpolicy.sampling import Role, choose_token
 from kvpolicy.sampling import allowed as allowed_on_host
 from kvpolicy.sampling import gumbel as gumbel_on_host

@@ -226,7 +226,9 @@ def test_true_products_have_the_same_bits_from_1_to_1024_rows(shape: tuple[int, 
     x, weight = half(cuda, 1024, n_in), half(cuda, n_out, n_in, seed=1)
     packed, residual = ops.pack(weight), randn(cuda, 1024, n_out, seed=2)
     whole = ops.linear(x, packed, residual)
-    close(whole[:64], x[:64].double() @ weight.double().T + residual[:64])
+    exact = x[:64].double() @ weight.double().T + residual[:64]
+    # A sum of 18,432 products in float32 is 1.1e-4 off at worst here.
+    torch.testing.assert_close(whole[:64].double(), exact, rtol=1e-5, atol=3e-4)
     for n in (1, 2, 8, 16, 17, 32, 64, 65, 128, 129, 256, 512, 1000):
         for start in (0, 1024 - n):
             own = slice(start, start + n)

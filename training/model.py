@@ -104,19 +104,23 @@ def init_params(cfg: TinyConfig, seed: int, device: torch.device | str) -> Param
 
 @dataclass(frozen=True)
 class Pass:
-    """How one forward runs: length, dense or sparse, kernels or plain torch, matmul dtype."""
+    """How one forward runs: length, dense or sparse, kernels or plain torch, matmul dtype, layers
+    whose outputs are wanted."""
 
     seq_len: int
     dense: bool
     triton: bool = True
     dtype: torch.dtype = torch.bfloat16
+    taps: tuple[int, ...] = ()
 
 
 @dataclass
 class Result:
-    """Residual [N, d] fp32, the KL of each indexer [4] and the selection [N, k] of each group."""
+    """Residual [N, d] fp32, the KL of each indexer [4], the selection [N, k] of each group, and the
+    residual behind each tapped layer."""
 
     hidden: Tensor
+    taps: list[Tensor] = field(default_factory=list)
     kl: list[Tensor] = field(default_factory=list)
     selected: list[Tensor] = field(default_factory=list)
 
@@ -254,6 +258,8 @@ class Forward:
             result.hidden = layers.finish(
                 result.hidden, value, w["o"], w["ln2"], w["gate"], w["up"], w["down"]
             )
+            if layer in self.run.taps:
+                result.taps.append(result.hidden)
             if p is not None:
                 target = p if target is None else target + p
         if target is not None and index is not None:

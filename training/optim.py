@@ -29,9 +29,13 @@ def schedule(u: float) -> float:
 
 
 def orthogonalise(update: Tensor) -> Tensor:
-    """Nearest semi-orthogonal matrices of a stack [L, m, n], by Newton-Schulz in bf16."""
+    """Nearest semi-orthogonal matrices of a stack [L, m, n], by Newton-Schulz in bf16.
+
+    In fp32 on a CPU, where a bf16 product takes seconds.
+    """
     tall = update.shape[1] > update.shape[2]
-    x: Tensor = (update.mT if tall else update).bfloat16()
+    x: Tensor = update.mT if tall else update
+    x = x.bfloat16() if x.is_cuda else x.float()
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(NS_STEPS):
         gram = x @ x.mT

@@ -54,5 +54,7 @@ def _chunk(
     if most > k:
         scores = index_scores(q, weights, pages, row_segment, visible, most, scale, above=k)
     else:
-        scores = q.new_empty(q.shape[0], 0)
+        scores = q.new_empty(
+            q.shape[0], 0, dtype=torch.float32
+        )  # not those of q: top_k compiles for it
     return top_k(scores, visible, k)

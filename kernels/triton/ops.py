@@ -14,6 +14,7 @@ from ..elementwise import swiglu
 from ..indexer import KeyPages
 from ..latents import LatentNorms, Primitives
 from ..packing import Packed
+from .draft_attention import draft_attention
 from .index_scores import index_scores
 from .indexer import index_top_k
 from .linear import head_linear, linear
@@ -106,3 +107,14 @@ class TritonOps:
         scale: float,
     ) -> Tensor:
         return sparse_mla(query, view, locations, valid, value_width, scale)
+
+    def draft_attention(
+        self,
+        query: Tensor,
+        context: Tensor,
+        key: Tensor,
+        value: Tensor,
+        visible: Tensor,
+        causal: bool,
+    ) -> Tensor:
+        return draft_attention(query, context, key, value, visible, causal).to(self.dtype)

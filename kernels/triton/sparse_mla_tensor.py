@@ -38,13 +38,34 @@ LOG2E = 1.4426950408889634
 @dataclass(frozen=True, slots=True)
 class Shape:
     """How a call is cut: rows of a tile, parts of a selection, what the compiler is told, and heads
-    of a tile (16 take mma.sync, 64 the wider wgmma)."""
+    of a tile (16 take mma.sync, 64 the wider wgmma). placed: the form of ``sparse_mla_placed.py``,
+    which has two stages and takes tiles of 64 heads."""
 
     rows: int
     parts: int
     warps: int
     stages: int
     heads: int = 64
+    placed: bool = False
+
+
+# Parts of a selection in the hand-placed form, where it fits: by 8-bit rows or not; 0: not used. Sums are
+# taken part by part, so the number never depends on the batch. On an H200, 2,048 rows, bf16, 1 / 16 / 128
+# query rows: 1 part 108 / 110 / 116 us, 2 parts 57 / 60 / 131, 4 parts 32 / 36 / 154 (8-bit rows 144 / 146 /
+# 154, 76 / 79 / 164, 43 / 46 / 186); without it 57 / 60 / 244 (69 / 72 / 282).
+PLACED_PARTS = {False: 2, True: 2}
+
+
+def place_shape(query: Tensor, view: Tensor, value_width: int) -> Shape | None:
+    """The hand-placed form, if it is used and fits a model's sizes, its memory and its device."""
+    parts = PLACED_PARTS[view.dtype == torch.uint8]
+    sizes = query.shape[1] % 64 == 0 and query.shape[2] == 576 and value_width == 512
+    unit = 16 // view.element_size()
+    if not parts or not sizes or view.stride(0) % unit or view.stride(1) % unit:
+        return None
+    if not query.is_cuda or torch.cuda.get_device_capability(query.device)[0] != 9:
+        return None
+    return Shape(rows=64, parts=parts, warps=8, stages=2, placed=True)
 
 
 def choose_shape(heads: int, k: int) -> Shape:
@@ -290,7 +311,7 @@ def sparse_mla(
     out = torch.empty(n, heads, value_width, dtype=query.dtype, device=query.device)
     if out.numel() == 0:
         return out
-    shape = shape or choose_shape(heads, k)
+    shape = shape or place_shape(query, view, value_width) or choose_shape(heads, k)
     if shape.parts == 1:
         _attend(query, view, locations, valid, out, out, scale, shape)
         return out
@@ -325,7 +346,7 @@ def _attend(
     n, heads, width = query.shape
     k, value_width = locations.shape[1], out.shape[-1]
     tile = shape.heads
-    rows = min(shape.rows, power_of_two(k, least=16))
+    rows = shape.rows if shape.placed else min(shape.rows, power_of_two(k, least=16))
     part = blocks(blocks(k, shape.parts), rows) * rows
     query = aligned(query.to(torch.bfloat16).contiguous())
     # Rows lie at multiples of this many items: 16 bytes at true sizes, so loads may be as wide.
@@ -334,25 +355,36 @@ def _attend(
     arguments = {
         "UNIT": unit,
         "heads": heads,
-        "width": width,
-        "value_width": value_width,
         "PARTS": shape.parts,
         "PART": part,
         "PART_BLOCK": power_of_two(part),
-        "HEADS": tile,
         "ROWS": rows,
-        "ROTARY": power_of_two(width - value_width, least=16) if width > value_width else 1,
-        "STAGES": shape.stages,
         "num_warps": shape.warps,
         **FUSION,
     }
+    kernels = (_attend_bf16, _attend_fp8)
+    if shape.placed:
+        from . import sparse_mla_placed  # only where there is a GPU
+
+        kernels = (sparse_mla_placed._attend_bf16, sparse_mla_placed._attend_fp8)
+    else:
+        arguments |= {
+            "width": width,
+            "value_width": value_width,
+            "HEADS": tile,
+            "ROTARY": power_of_two(width - value_width, least=16) if width > value_width else 1,
+            "STAGES": shape.stages,
+        }
     grid = (n * blocks(heads, tile) * shape.parts,)
     if view.dtype != torch.uint8:
-        arguments["VALUES"] = power_of_two(value_width, least=16)
-        _attend_bf16[grid](query, view, offsets, out, stats, scale * LOG2E, **arguments)
+        if not shape.placed:
+            arguments["VALUES"] = power_of_two(value_width, least=16)
+        kernels[0][grid](query, view, offsets, out, stats, scale * LOG2E, **arguments)
         return
     if view.shape[2] != row_bytes(value_width, width - value_width):
         raise ValueError(f"records of {view.shape[2]} bytes: no rows of {width} values")
     records = [view.view(dtype) for dtype in (torch.float8_e4m3fn, torch.float32, torch.bfloat16)]
     inputs = (query, *prepare_queries(query, value_width), *records, offsets)
-    _attend_fp8[grid](*inputs, out, stats, scale * LOG2E, GROUP=GROUP, **arguments)
+    if not shape.placed:
+        arguments["GROUP"] = GROUP
+    kernels[1][grid](*inputs, out, stats, scale * LOG2E, **arguments)

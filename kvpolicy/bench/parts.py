@@ -52,6 +52,8 @@ KERNELS: dict[str, str] = {
     "_write_vectors": ELEMENTWISE,
     "_publish": PUBLISH,
     "_gumbel_kernel": SAMPLING,
+    "_scale_kernel": SAMPLING,
+    "_accept_kernel": SAMPLING,
 }
 """Our kernels' names, as a profiler shows them."""
 

@@ -75,6 +75,12 @@ def demo_command(
     device: Annotated[
         str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where to compute.")
     ] = "auto",
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--drafter", metavar="NAME", help="Run every policy with this drafter too. Repeatable."
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int | None,
         typer.Option("--max-new-tokens", metavar="N", help="Tokens per request.", min=1),
@@ -103,14 +109,17 @@ def demo_command(
         typer.echo(text, err=as_json)
 
     controllers = demo_controllers()
+    drafters = drafters_of(drafter)
     say(
         f"A load step under {len(controllers)} policies: {load.low}, then {load.high}, then {load.low} "
         f"requests at a time, {load.duration} engine steps each.\n"
         f"The same requests for each, and {config.device_kv_mib:g} MiB of device memory for KV. Model: "
         f"{config.model}."
     )
-    before, after = _progress(say, len(controllers))
-    comparison = compare_controllers(config, controllers, task, before, after)
+    before, after = _progress(say, len(controllers) * len(drafters))
+    comparison = compare_controllers(
+        config, controllers, task, before, after, drafters, logdir=logdir
+    )
     emit_json(_document(comparison), to_stdout=as_json, path=output)
     if not as_json:
         _print_continuation(next(task.workload.requests()).prompt, comparison.runs[0])
@@ -119,6 +128,15 @@ def demo_command(
     write_logs(logdir, comparison.labelled, task, quiet=as_json)
     report_differences(comparison)
     finish(comparison.failed)
+
+
+def drafters_of(named: list[str] | None) -> tuple[str, ...]:
+    """Without a drafter first, then what was named. UserError for a name that there is not."""
+    from kvpolicy.speculative import registry
+
+    for name in named or ():
+        registry.check(name)
+    return tuple(dict.fromkeys((registry.NONE, *(named or ()))))
 
 
 def _config(device: str) -> tuple[EngineConfig, Load]:
@@ -166,8 +184,9 @@ def verdict(comparison: Comparison) -> str:
     tokens = sum(len(output.tokens) for output in first)
     digest = fingerprint(comparison)
     answer = "yes" if comparison.equal else "NO"
+    what = "runs" if any(d != "none" for d in comparison.drafters) else "controllers"
     return (
-        f"outputs bit-identical: {answer} ({len(first)} requests x {len(comparison.runs)} controllers, "
+        f"outputs bit-identical: {answer} ({len(first)} requests x {len(comparison.runs)} {what}, "
         f"{tokens * len(comparison.runs):,} logit rows, sha256 {digest[:16]})"
     )
 

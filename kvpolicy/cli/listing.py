@@ -15,6 +15,8 @@ from kvpolicy.controllers.registry import catalogue as controller_catalogue
 from kvpolicy.evictions import EvictionInfo
 from kvpolicy.geometry.hf_config import EMBEDDED
 from kvpolicy.geometry.presets import preset, preset_names
+from kvpolicy.speculative.registry import DrafterInfo
+from kvpolicy.speculative.registry import catalogue as drafter_catalogue
 
 __all__ = ["list_command", "listing"]
 
@@ -25,6 +27,7 @@ def listing() -> tuple[dict[str, list[Entry]], tuple[str, ...]]:
     """Every kind of name with one line about each, and one line about each plug-in that is refused."""
     controllers, no_controllers = controller_catalogue()
     rules, no_rules = evictions.catalogue()
+    drafters, no_drafters = drafter_catalogue()
     models = [
         {
             "name": name,
@@ -36,12 +39,12 @@ def listing() -> tuple[dict[str, list[Entry]], tuple[str, ...]]:
     found = {
         "controllers": [_controller(info) for info in controllers],
         "evictions": [_entry(info) for info in rules],
-        "drafters": [{"name": "none", "description": "one token per request and step"}],
+        "drafters": [_entry(info) for info in drafters],
         "models": models,
         "workloads": [{"name": name, "description": text} for name, text in workloads.describe()],
         "environments": [],
     }
-    return found, tuple(dict.fromkeys((*no_controllers, *no_rules)))
+    return found, tuple(dict.fromkeys((*no_controllers, *no_rules, *no_drafters)))
 
 
 def list_command(
@@ -64,7 +67,7 @@ def list_command(
         warn(f"warning: {line}")
 
 
-def _entry(info: ControllerInfo | EvictionInfo) -> Entry:
+def _entry(info: ControllerInfo | EvictionInfo | DrafterInfo) -> Entry:
     """Keys distribution and problem only where there is one."""
     entry = {"name": info.name, "description": info.description}
     extra = {"distribution": info.distribution, "problem": info.problem}

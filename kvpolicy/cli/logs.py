@@ -14,7 +14,7 @@ from kvpolicy.errors import UserError
 if TYPE_CHECKING:
     from kvpolicy.cli.run import Decoded, Task
 
-__all__ = ["PICTURE", "RECORD", "check_logdir", "write_logs"]
+__all__ = ["PICTURE", "RECORD", "check_logdir", "event_folders", "write_logs"]
 
 PICTURE, RECORD = "timeline.png", "record.json"
 NO_PICTURE = "no picture: matplotlib is not installed (pip install 'kvpolicy[plot]')"
@@ -32,24 +32,40 @@ def check_logdir(folder: Path | None) -> None:
         raise UserError(f"--logdir {str(folder)!r}: {error.strerror or error}") from None
 
 
-def write_logs(
-    folder: Path | None, runs: Mapping[str, Decoded], task: Task, quiet: bool = False
-) -> Path | None:
-    """Write events, record and picture, and say where; returns the picture's path if there is one.
+def event_folders(folder: Path | None, labels: list[str]) -> list[Path | None]:
+    """Where the events of each run go, None without a folder."""
+    if folder is None:
+        return [None] * len(labels)
+    from kvpolicy.telemetry.diagnostics import run_names
 
-    Files of an earlier call in the same folder are replaced. quiet: say it on stderr.
+    return [folder / name for name in run_names(labels)]
+
+
+def write_logs(
+    folder: Path | None,
+    runs: Mapping[str, Decoded],
+    task: Task,
+    quiet: bool = False,
+    afterwards: bool = False,
+) -> Path | None:
+    """Write record and picture, and say where they and the events are; returns the picture's path if
+    there is one.
+
+    Files of an earlier call in the same folder are replaced. quiet: say it on stderr. afterwards: the
+    events were not written while the runs went on (see ``Watch``), so write them from the timelines.
     """
     if folder is None:
         return None
+    from kvpolicy.telemetry.diagnostics import run_names, write_timeline
     from kvpolicy.telemetry.picture import available, draw_timelines
-    from kvpolicy.telemetry.tensorboard import run_names, write_events
 
     names = run_names(list(runs))
     try:
         for name, run in zip(names, runs.values(), strict=True):
-            write_events(folder / name, run.timeline)
+            if afterwards:
+                write_timeline(folder / name, run.timeline)
         write_atomic(folder / RECORD, json_text(_record(runs, names)).encode())
-        typer.echo(f"events: tensorboard --logdir {folder}", err=quiet)
+        typer.echo(f"events: kvpolicy dashboard {folder}", err=quiet)
         if not available():
             typer.echo(NO_PICTURE, err=True)
             return None
@@ -72,6 +88,7 @@ def _record(runs: Mapping[str, Decoded], names: list[str]) -> dict[str, object]:
             "folder": name,
             "metrics": run.metrics,
             "phases": [phase.to_dict() for phase in run.phases],
+            **run.beside(),
         }
         for name, (label, run) in zip(names, runs.items(), strict=True)
     ]

@@ -27,8 +27,13 @@ COMMANDS = {
     "demo": "kvpolicy.cli.demo:demo_command",
     "run": "kvpolicy.cli.run:run_command",
     "compare": "kvpolicy.cli.compare:compare_command",
+    "serve": "kvpolicy.cli.serve:serve_command",
+    "load": "kvpolicy.cli.load:load_command",
     "record": "kvpolicy.cli.record:record_command",
     "oracle": "kvpolicy.cli.oracle:oracle_command",
+    "regret": "kvpolicy.cli.regret:regret_command",
+    "check": "kvpolicy.cli.check:check_command",
+    "dashboard": "kvpolicy.cli.dashboard:dashboard_command",
     "calibrate": "kvpolicy.cli.twin:calibrate_command",
     "twin-gap": "kvpolicy.cli.twin:twin_gap_command",
     "bench": "kvpolicy.cli.bench:app",
@@ -38,10 +43,7 @@ COMMANDS = {
 }
 """Command name -> module:function, in the order of the help."""
 
-LATER = (
-    *("check", "dashboard"),
-    *("train", "evaluate", "export", "leaderboard", "serve", "load"),
-)
+LATER = (*("train", "evaluate", "export", "leaderboard"),)
 """Names that are kept for commands of a later version."""
 
 PLUGIN_GROUP = "kvpolicy.commands"

@@ -33,7 +33,7 @@ def _option(flag: str, panel: str, help: str, metavar: str | None = None) -> Any
     """An option; its help ends with the default of the setting of the same name."""
     key = flag.split("/")[0].lstrip("-").replace("-", "_")
     default = SETTINGS.get(key)
-    if default is not None and default != () and key != "controller":
+    if default is not None and default != () and key not in ("controller", "drafter"):
         shown = f"{default:g}" if isinstance(default, float) else str(default)
         help = f"{help.removesuffix('.')} (default {shown})."
     return typer.Option(flag, metavar=metavar, help=help, rich_help_panel=panel, show_default=False)
@@ -92,6 +92,16 @@ class Options:
             "SPEC",
         ),
     ] = None
+    shadow: Annotated[
+        list[str] | None,
+        _option(
+            "--shadow",
+            _POLICY,
+            "Another controller's bookkeeping beside the live one: what it would have missed on the "
+            "same batches, exactly. Repeatable.",
+            "SPEC",
+        ),
+    ] = None
     eviction: Annotated[
         str | None,
         _option(
@@ -104,7 +114,50 @@ class Options:
     ] = None
     admission: Annotated[
         str | None,
-        _option("--admission", _POLICY, "Which fetched rows may stay; so far all.", "all"),
+        _option(
+            "--admission",
+            _POLICY,
+            "Which rows fetched for proposed tokens may stay: all, or let those go first that only rejected "
+            "tokens wanted (default: the controller's own, mostly accepted).",
+            "all|accepted",
+        ),
+    ] = None
+    drafter: Annotated[
+        list[str] | None,
+        _option(
+            "--drafter",
+            _POLICY,
+            "Who proposes tokens that the next step verifies (kvpolicy list). run takes one, compare any "
+            "number (default none).",
+            "NAME",
+        ),
+    ] = None
+    num_draft_tokens: Annotated[
+        int | None,
+        _option(
+            "--num-draft-tokens",
+            _POLICY,
+            "Most proposed tokens per request and step (default: the drafter's own).",
+            "K",
+        ),
+    ] = None
+    verification: Annotated[
+        str | None,
+        _option(
+            "--verification",
+            _POLICY,
+            "What sampled tokens keep: standard and block their law, coupled their bits too.",
+            "standard|block|coupled",
+        ),
+    ] = None
+    verify_length: Annotated[
+        str | None,
+        _option(
+            "--verify-length",
+            _POLICY,
+            "Verify all proposed tokens, or as many as pay for their rows and fetches.",
+            "full|scheduled",
+        ),
     ] = None
     control_interval: Annotated[
         int | None,
@@ -303,11 +356,6 @@ class Options:
     output: Annotated[
         Path | None, _option("--output", _OUTPUT, "Write the JSON to a file too.", "FILE")
     ] = None
-
-    drafter: Annotated[list[str] | None, _later("--drafter")] = None
-    verification: Annotated[str | None, _later("--verification")] = None
-    num_draft_tokens: Annotated[int | None, _later("--num-draft-tokens")] = None
-    shadow: Annotated[list[str] | None, _later("--shadow")] = None
 
 
 def takes(kind: type[_Options]) -> Callable[[Callable[[_Options], None]], Callable[..., None]]:

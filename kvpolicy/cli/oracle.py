@@ -23,7 +23,8 @@ fetched: rows copied from the host for decoding; promoted: because a cache came 
   history. Rows are per layer, % of the rows that were selected. regret: fetched + promoted beyond
   the bound.
 split: recorded, the run's budgets; equal, the same slots for every request and store; best, where
-  a row saves most (stack distances). bound: Belady over all of them in the same memory.
+  a row saves most (stack distances); clairvoyant, the same, and a cache becomes full only where the
+  load to come lets that pay. bound: Belady over all of them in the same memory.
 """
 
 _RULES = "lru,clock,belady"
@@ -48,7 +49,7 @@ def oracle_command(
         typer.Option(
             "--splits",
             metavar="NAMES",
-            help="recorded, equal, best; by commas (default: all that the memory allows).",
+            help="recorded, equal, best, clairvoyant; by commas (default: all that the memory allows).",
         ),
     ] = None,
     device_kv_mib: Annotated[

@@ -148,11 +148,17 @@ SUMMARY: tuple[Column, ...] = (
     ("preemptions", count("preemptions")),
 )
 """What `run` says after the text."""
+SPECULATION: tuple[Column, ...] = (
+    ("accepted length, bonus counted", lambda m: shown(m.get("accepted_length"), "{:.2f}")),
+    ("draft rings, MiB", mib("ring_bytes")),
+)
+"""And with a drafter."""
 
 
 def summary(metrics: Mapping[str, Any]) -> str:
     """The metrics of one run, one per line."""
-    return aligned([[heading, show(metrics)] for heading, show in SUMMARY])
+    columns = SUMMARY if metrics.get("accepted_length") is None else (*SUMMARY, *SPECULATION)
+    return aligned([[heading, show(metrics)] for heading, show in columns])
 
 
 def fallback_notes(runs: Mapping[str, Mapping[str, Any]]) -> str:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -56,6 +56,27 @@ def task_progress(label: str) -> Iterator[Callable[[str], None]]:
 
     with Console(stderr=True).status(label, spinner="line") as status:
         yield lambda done: status.update(f"{label} {done}".replace("[", "("))
+
+
+@contextmanager
+def load_progress(label: str) -> Iterator[Callable[[Any], None] | None]:
+    """Yield the callback for a load that a server is under: one line on stderr."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(label, spinner="line") as status:
+
+        def show(remote: Any) -> None:
+            sample = remote.sample()
+            failed = sum(remote.errors.values())
+            status.update(
+                f"{label} {remote.generated:,} tokens, {sample.running} running, "
+                f"{sample.waiting} waiting, {failed} failed"
+            )
+
+        yield show
 
 
 class _Display:

@@ -12,8 +12,9 @@ from kvpolicy.cli import interrupts
 from kvpolicy.cli.options import Options, takes
 from kvpolicy.cli.output import MIB, aligned, check_output, emit_json, finite, write_text
 from kvpolicy.cli.progress import step_progress
-from kvpolicy.cli.run import Decoded, Task, decoded, finish, task_of
+from kvpolicy.cli.run import Decoded, Task, Watch, decoded, finish, task_of
 from kvpolicy.cli.settings import resolve
+from kvpolicy.cli.shadows import check_shadows, shadow_table
 from kvpolicy.config import EngineConfig
 from kvpolicy.errors import UserError
 
@@ -36,20 +37,36 @@ class RecordOptions(Options):
     ] = None
 
 
-def record(config: EngineConfig, task: Task, path: Path, label: str = "record:") -> Decoded:
+def record(
+    config: EngineConfig,
+    task: Task,
+    path: Path,
+    label: str = "record:",
+    shadows: tuple[str, ...] = (),
+) -> Decoded:
     """Take a new engine through the task and write its recording, which appears when all went well."""
     with interrupts.loading():
+        from kvpolicy.cli.watching import watching
         from kvpolicy.engine.engine import Engine
         from kvpolicy.recording.recorder import Recorder
         from kvpolicy.workloads.runner import Runner
 
         engine = Engine(config)
     engine.set_slo(task.slo)
-    with engine, Recorder(engine, path) as recorder, step_progress(label) as on_step:
-        result = Runner(engine, task.workload, task.sampling, on_step=on_step).run()
-        run = decoded(engine, result, task)
+    with (
+        engine,
+        Recorder(engine, path) as recorder,
+        watching(engine, Watch(shadows)) as watched,
+        step_progress(label) as on_step,
+    ):
+        runner = Runner(
+            engine, task.workload, task.sampling, on_step=on_step, on_sample=watched.note
+        )
+        result = runner.run()
+        run = decoded(engine, result, task, watched)
         about = {
             **run.record,
+            **finite(run.beside()),
             "metrics": finite(run.metrics),
             "phases": [
                 {"name": mark.phase.name, "start": mark.phase.start, "level": mark.phase.level}
@@ -78,11 +95,14 @@ def record_command(options: RecordOptions) -> None:
     if options.logdir is not None:
         raise UserError("--logdir goes with 'kvpolicy run' and 'kvpolicy compare'")
     task = task_of(options, settings)
-    run = record(settings.engine, task, options.output)
+    check_shadows(settings.shadows)
+    run = record(settings.engine, task, options.output, shadows=settings.shadows)
     summary = _summary(options.output)
-    emit_json({**summary, "metrics": run.metrics, "record": run.record}, options.as_json, None)
+    document = {**summary, "metrics": run.metrics, **run.beside(), "record": run.record}
+    emit_json(document, options.as_json, None)
     if not options.as_json:
-        write_text(_report(summary, run))
+        name = str(settings.engine.controller)
+        write_text(_report(summary, run) + shadow_table({name: run}))
     finish(run.failed)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from kvpolicy.cli import interrupts
-from kvpolicy.cli.logs import check_logdir, write_logs
+from kvpolicy.cli.logs import check_logdir, event_folders, write_logs
 from kvpolicy.cli.options import Options, takes
 from kvpolicy.cli.output import (
     check_output,
@@ -24,10 +25,12 @@ from kvpolicy.cli.phases import goodput_line, legend, phase_table
 from kvpolicy.cli.progress import step_progress
 from kvpolicy.cli.prompts import read_prompts
 from kvpolicy.cli.settings import Resolved, resolve
+from kvpolicy.cli.shadows import check_shadows, shadow_table
 from kvpolicy.config import EngineConfig, SamplingParams
 from kvpolicy.errors import UserError
 
 if TYPE_CHECKING:
+    from kvpolicy.cli.watching import ShadowRun, Watched
     from kvpolicy.engine.engine import Engine
     from kvpolicy.engine.request import RequestOutput
     from kvpolicy.telemetry.phases import PhaseReport
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
     from kvpolicy.workloads.runner import RunResult
     from kvpolicy.workloads.workload import Workload
 
-__all__ = ["Decoded", "Task", "decode", "decoded", "run_command", "task_of"]
+__all__ = ["Decoded", "Task", "Watch", "decode", "decoded", "run_command", "task_of"]
 
 
 @dataclass(frozen=True)
@@ -50,14 +53,23 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Watch:
+    """Who looks on. shadows: specs of controllers. folder: of TensorBoard events, None for none."""
+
+    shadows: tuple[str, ...] = ()
+    folder: Path | None = None
+
+
+@dataclass(frozen=True)
 class Decoded:
-    """What one engine made of its task."""
+    """What one engine made of its task, and what shadows would have missed."""
 
     outputs: list[RequestOutput]
     metrics: dict[str, Any]
     record: dict[str, Any]
     timeline: Timeline
     phases: list[PhaseReport]
+    shadows: list[ShadowRun] = field(default_factory=list)
 
     def requests(self, fingerprint: bool) -> list[dict[str, Any]]:
         """The outputs as JSON records."""
@@ -74,6 +86,10 @@ class Decoded:
                 for name in moments
             },
         }
+
+    def beside(self) -> dict[str, Any]:
+        """The shadows, ready for JSON; nothing without them."""
+        return {"shadows": [shadow.to_dict() for shadow in self.shadows]} if self.shadows else {}
 
     @property
     def failed(self) -> list[int]:
@@ -95,20 +111,27 @@ def task_of(options: Options, settings: Resolved) -> Task:
     return Task(workload, settings.sampling, settings.slo, named=False)
 
 
-def decode(config: EngineConfig, task: Task, label: str) -> Decoded:
+def decode(config: EngineConfig, task: Task, label: str, watch: Watch = Watch()) -> Decoded:
     """Take a new engine through the task, with a progress display, and close it."""
     with interrupts.loading():
+        from kvpolicy.cli.watching import watching
         from kvpolicy.engine.engine import Engine
         from kvpolicy.workloads.runner import Runner
 
         engine = Engine(config)
     engine.set_slo(task.slo)
-    with engine, step_progress(label) as on_step:
-        result = Runner(engine, task.workload, task.sampling, on_step=on_step).run()
-        return decoded(engine, result, task)
+    with engine, watching(engine, watch) as watched, step_progress(label) as on_step:
+        runner = Runner(
+            engine, task.workload, task.sampling, on_step=on_step, on_sample=watched.note
+        )
+        run = decoded(engine, runner.run(), task, watched)
+        watched.finish(run)
+        return run
 
 
-def decoded(engine: Engine, result: RunResult, task: Task) -> Decoded:
+def decoded(
+    engine: Engine, result: RunResult, task: Task, watched: Watched | None = None
+) -> Decoded:
     """A run's result with what the engine measured; goodput is of the whole run."""
     from kvpolicy.telemetry.phases import phase_reports
     from kvpolicy.telemetry.slo import goodput
@@ -123,6 +146,7 @@ def decoded(engine: Engine, result: RunResult, task: Task) -> Decoded:
         record={**engine.record(), **task_record(task)},
         timeline=result.timeline,
         phases=phase_reports(result.timeline, latencies, task.slo),
+        shadows=[] if watched is None else watched.shadows(result.timeline),
     )
 
 
@@ -142,19 +166,24 @@ def run_command(options: Options) -> None:
     settings = resolve(options)
     if len(settings.controllers) > 1:
         raise UserError("run takes one --controller; to run several, use 'kvpolicy compare'")
+    if len(settings.drafters) > 1:
+        raise UserError("run takes one --drafter; to run several, use 'kvpolicy compare'")
     if settings.tpot_bound is not None:
         raise UserError("--tpot-bound-ms goes with 'kvpolicy compare'")
     task = task_of(options, settings)
     check_logdir(options.logdir)
-    result = decode(settings.engine, task, label="run:")
+    check_shadows(settings.shadows)
+    name = str(settings.engine.controller)
+    folder = event_folders(options.logdir, [name])[0]
+    result = decode(settings.engine, task, "run:", Watch(settings.shadows, folder))
     document = {
         "requests": result.requests(options.fingerprint),
         "metrics": result.metrics,
         "record": result.record,
+        **result.beside(),
         **(result.load() if task.named else {}),
     }
     emit_json(document, to_stdout=options.as_json, path=options.output)
-    name = str(result.record["config"]["controller"])
     if not options.as_json:
         write_text(_report(result, task, name, options.fingerprint))
     write_logs(options.logdir, {name: result}, task, quiet=options.as_json)
@@ -173,6 +202,7 @@ def _report(result: Decoded, task: Task, controller: str, fingerprint: bool) -> 
     end = summary(result.metrics) + fallback_notes({controller: result.metrics})
     if task.slo is not None:
         end += goodput_line(result.metrics, task.slo, counts_steps)
+    end += shadow_table({controller: result})
     if task.named:
         phases = phase_table({controller: result.phases}, counts_steps)
         return f"{phases}{legend(task.slo, counts_steps)}\n{end}"

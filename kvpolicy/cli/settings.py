@@ -27,49 +27,55 @@ __all__ = ["LATER_VALUES", "Resolved", "resolve"]
 
 LATER_VALUES: Mapping[str, tuple[str, ...]] = {
     "model": ("tiny-csa",),
-    "admission": ("accepted",),
 }
 """Values of settings that are kept for a later version."""
-
-_DRAFTERS = ("none", "dspark", "dflash2", "dflash")
-_VERIFICATIONS = ("standard", "block", "coupled")
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """The settings of a command. controllers: what was named, in order, perhaps nothing.
+    """The settings of a command. controllers, drafters: what was named, in order, perhaps nothing.
 
-    workload: what was named, None for prompts. tpot_bound: seconds.
+    workload: what was named, None for prompts. tpot_bound: seconds. shadows: specs, in order.
     """
 
     engine: EngineConfig
     sampling: SamplingParams
     controllers: tuple[str, ...]
+    drafters: tuple[str, ...]
     workload: Workload | None = None
     slo: Slo | None = None
     tpot_bound: float | None = None
+    shadows: tuple[str, ...] = ()
 
 
-def resolve(options: Options) -> Resolved:
-    """Merge the sources of settings; anything wrong with them is a UserError."""
-    _refuse_later_options(options)
+BLOCKS = ("policy", "server")
+"""Blocks in a server's config; the server reads them."""
+
+
+def resolve(options: Options, extra: Mapping[str, Any] | None = None) -> Resolved:
+    """Merge the sources of settings; anything wrong with them is a UserError.
+
+    extra: settings of a server's config that stand in blocks (None: such a config is refused).
+    """
     values: dict[str, Any] = {}
     if options.config is not None:
-        values |= _from_file(options.config)
+        values |= _from_file(options.config, () if extra is None else BLOCKS)
+    for key in extra or ():
+        if key in values:
+            raise UserError(f"config {str(options.config)!r}: {key!r} is given twice")
+    values |= extra or {}
     for text in options.overrides or ():
         key, value = parse_override(text)
         _check_key(key, f"--set {text!r}")
         values[key] = value
-    controllers = tuple(options.controller or ())
     values |= {
         key: given
         for key in SETTINGS
-        if (given := getattr(options, key, None)) not in (None, []) and key != "controller"
+        if (given := getattr(options, key, None)) not in (None, []) and key not in _REPEATED
     }
-    if not controllers and "controller" in values:
-        controllers = (values["controller"],)
-    elif controllers:
-        values["controller"] = controllers[0]
+    controllers = _named("controller", options.controller, values)
+    drafters = _named("drafter", options.drafter, values)
+    _check_drafters(drafters, values, bool(options.shadow))
     _refuse_later_values(values)
     if isinstance(values.get("stop"), str | bytes):
         values["stop"] = (values["stop"],)
@@ -85,10 +91,34 @@ def resolve(options: Options) -> Resolved:
         engine,
         sampling,
         controllers,
+        drafters,
         workload=workload,
         slo=None if options.slo is None else parse_slo(options.slo),
         tpot_bound=_tpot_bound(options.tpot_bound_ms),
+        shadows=tuple(options.shadow or ()),
     )
+
+
+_REPEATED = ("controller", "drafter")
+
+
+def _named(key: str, given: list[str] | None, values: dict[str, Any]) -> tuple[str, ...]:
+    """What an option names that may be repeated; the first becomes the setting."""
+    if given:
+        values[key] = given[0]
+    return tuple(given or ([values[key]] if key in values else []))
+
+
+def _check_drafters(drafters: tuple[str, ...], values: Mapping[str, Any], shadows: bool) -> None:
+    from kvpolicy.speculative import registry
+
+    for name in drafters:
+        registry.check(name)
+    drafting = any(name != registry.NONE for name in drafters)
+    if drafting and shadows:
+        raise UserError("--shadow follows one row per request and step: not with a --drafter")
+    if not drafting and values.get("num_draft_tokens"):
+        raise UserError("--num-draft-tokens goes with a --drafter")
 
 
 def _workload(uri: str | None, values: Mapping[str, Any]) -> Workload | None:
@@ -109,11 +139,13 @@ def _tpot_bound(milliseconds: float | None) -> float | None:
     return milliseconds / 1e3
 
 
-def _from_file(path: Path) -> dict[str, Any]:
+def _from_file(path: Path, blocks: tuple[str, ...] = ()) -> dict[str, Any]:
     origin = f"config {str(path)!r}"
     values: dict[str, Any] = {}
     for key, value in load_yaml(path).items():
         name = key.replace("-", "_")
+        if name in blocks:
+            continue
         _check_key(name, origin)
         if name in values:
             raise UserError(f"{origin}: {name!r} is given twice")
@@ -151,23 +183,6 @@ def _check_utf8(stop: Any) -> None:
 
 def _not_yet(what: str) -> UserError:
     return UserError(f"{what} is not available yet in version {__version__} (see docs/claims.md)")
-
-
-def _refuse_later_options(options: Options) -> None:
-    """Options that are named already accept their default; the rest comes later."""
-    choices = (
-        ("--drafter", options.drafter or [], _DRAFTERS),
-        ("--verification", [options.verification], _VERIFICATIONS),
-    )
-    for flag, given, allowed in choices:
-        for value in given:
-            if value is not None and value not in allowed:
-                raise UserError(f"{flag}: {unknown_name('value', value, allowed)}")
-            if value not in (None, allowed[0]):
-                raise _not_yet(f"'{flag} {value}'")
-    for name in ("num_draft_tokens", "shadow"):
-        if getattr(options, name) not in (None, []):
-            raise _not_yet(f"'--{name.replace('_', '-')}'")
 
 
 def _refuse_later_values(values: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,6 +23,7 @@ class Decision:
 
     reason: why the plan was altered or replaced, or empty. fallback: what the controller did wrong
     (a kind of :class:`~kvpolicy.controllers.decider.Decider`), empty where its own plan was used.
+    seconds: wall time until there was a plan, that of the fallback left out.
     """
 
     step: int
@@ -31,6 +32,7 @@ class Decision:
     projected: ProjectedPlan
     reason: str
     fallback: str = ""
+    seconds: float = field(default=0.0, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON; "full" for a target of everything, request ids as text."""
@@ -44,10 +46,12 @@ class Decision:
                 "default": _target(plan.default),
                 "reserve_rows": _number(plan.reserve_rows),
                 "reserve_bytes": _number(plan.reserve_bytes),
+                "draft_tokens": _number(plan.draft_tokens),
             },
             "projected": {
                 "budgets": {str(i): list(rows) for i, rows in self.projected.budgets.items()},
                 "changed": self.projected.changed,
+                "draft_tokens": self.projected.draft_tokens,
             },
             "observation": asdict(self.observation),
         }

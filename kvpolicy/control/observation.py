@@ -77,6 +77,9 @@ class Observation:
     observation that a growing context found no free memory (rows were taken back, or a request was
     preempted). preemptions: requests put back to the host since then. tokens: generated since then.
     curves: per store, misses by budget as far as measured (empty where the controller asks for none).
+    cycles, committed, verify_rows: with a drafter, verify steps of single requests since the last
+    observation, the tokens that they committed (bonus counted) and the rows that they computed; all 0
+    without one.
     slo_tpot, slo_ttft: the bounds that goodput counts, None where none is set.
     """
 
@@ -102,5 +105,19 @@ class Observation:
     preemptions: int = 0
     tokens: int = 0
     curves: tuple[MissCurve, ...] = ()
+    cycles: int = 0
+    committed: int = 0
+    verify_rows: int = 0
     slo_tpot: float | None = None
     slo_ttft: float | None = None
+
+    @property
+    def accepted_length(self) -> float | None:
+        """Tokens committed per verify step of a request, bonus counted; None where nothing was verified."""
+        return self.committed / self.cycles if self.cycles else None
+
+    @property
+    def misses_per_verify_row(self) -> float:
+        """Rows fetched per row that decode computed since the last observation, 0 without a drafter."""
+        fetched = sum(request.fetched_rows for request in self.requests)
+        return fetched / self.verify_rows if self.verify_rows else 0.0

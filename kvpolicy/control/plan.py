@@ -21,13 +21,15 @@ class Plan:
     targets: request id -> hot rows (a request that is not named keeps its budget).
     default: target of running requests that ``targets`` does not name, None to keep.
     reserve_rows: rows per store kept free for arrivals (of every store's record). reserve_bytes:
-    device memory kept free besides.
+    device memory kept free besides. draft_tokens: proposed tokens that a request may have verified in
+    a step, at most; FULL leaves it to the schedule.
     """
 
     targets: Mapping[int, Target] = field(default_factory=dict)
     default: Target | None = None
     reserve_rows: float = 0.0
     reserve_bytes: float = 0.0
+    draft_tokens: float = FULL
 
     @staticmethod
     def even(rows: Target) -> Plan:

@@ -16,17 +16,21 @@ from kvpolicy.control.plan import Plan
 from kvpolicy.control.pool import Pool, Rows
 from kvpolicy.control.reading import read
 
+MOST_DRAFT_TOKENS = 1 << 16
+
 
 @dataclass(frozen=True, slots=True)
 class ProjectedPlan:
     """budgets: request id -> rows per store, feasible together. changed: the proposal was altered.
 
-    reason: why, empty if it was not.
+    reason: why, empty if it was not. draft_tokens: a request's verified tokens per step, at most; None
+    without a cap.
     """
 
     budgets: dict[int, tuple[int, ...]]
     changed: bool
     reason: str
+    draft_tokens: int | None = None
 
 
 def project(plan: Plan, observation: Observation) -> ProjectedPlan:
@@ -53,7 +57,15 @@ def project(plan: Plan, observation: Observation) -> ProjectedPlan:
         r.request_id: tuple(row)
         for r, row in zip(observation.requests, wanted.tolist(), strict=True)
     }
-    return ProjectedPlan(budgets, bool(reasons), "; ".join(dict.fromkeys(reasons)))
+    cap = _draft_cap(plan, reasons)
+    return ProjectedPlan(budgets, bool(reasons), "; ".join(dict.fromkeys(reasons)), cap)
+
+
+def _draft_cap(plan: Plan, reasons: list[str]) -> int | None:
+    """Whole tokens from 0; none where the cap is above what any drafter proposes."""
+    if plan.draft_tokens < 0:
+        reasons.append("a negative number of draft tokens")
+    return None if plan.draft_tokens >= MOST_DRAFT_TOKENS else int(max(plan.draft_tokens, 0))
 
 
 def _wanted(plan: Plan, request: RequestView, floor: int, reasons: list[str]) -> tuple[int, ...]:

@@ -40,6 +40,7 @@ def read(plan: Plan, stores: int) -> Plan:
         default=_target(plan.default, stores, "default"),
         reserve_rows=_number(plan.reserve_rows, "reserve_rows"),
         reserve_bytes=_number(plan.reserve_bytes, "reserve_bytes"),
+        draft_tokens=_number(plan.draft_tokens, "draft_tokens"),
     )
 
 

@@ -49,7 +49,9 @@ def _begin(channel: Channel, start: dict[str, Any]) -> Controller | None:
         rule = cache_rule(controller)
         ready = {
             "initial": initial_rows(controller, stores),
-            "cache_rule": [str(rule.eviction), bool(rule.admit_newest), str(rule.seed)],
+            "cache_rule": [
+                *(str(rule.eviction), bool(rule.admit_newest), str(rule.seed), str(rule.admission))
+            ],
             "wants_curves": wants_curves(controller),
         }
     except UserError as error:

@@ -131,7 +131,9 @@ class Decider:
 
     def decide(self, observation: Observation) -> Decision:
         """A decision that can be applied. Raises nothing but the user's KeyboardInterrupt."""
+        asked = time.perf_counter()
         found = self._ask(observation)
+        seconds = time.perf_counter() - asked
         plan, kind, reason = (
             (self._replace(observation, found), found.kind, found.text)
             if isinstance(found, Failure)
@@ -141,7 +143,7 @@ class Decider:
         if projected.changed:
             log.info("plan of step %d was altered: %s", observation.step, projected.reason)
         reason = "; ".join(filter(None, (reason, projected.reason)))
-        decision = Decision(observation.step, observation, plan, projected, reason, kind)
+        decision = Decision(observation.step, observation, plan, projected, reason, kind, seconds)
         self.decisions += 1
         self.projections += projected.changed
         self.log.append(decision)

@@ -16,7 +16,7 @@ class HiSparse(Static):
     a fetched row always stays; after the prompt the buffer holds the prompt's first rows.
     """
 
-    cache_rule = CacheRule(eviction="lru", admit_newest=False, seed="first")
+    cache_rule = CacheRule(eviction="lru", admit_newest=False, seed="first", admission="all")
 
     def budget(self, stores: tuple[StoreView, ...]) -> tuple[int, ...]:
         """UserError below top-k, as SGLang refuses it."""

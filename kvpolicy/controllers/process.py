@@ -242,13 +242,18 @@ class ProcessController:
                 raise UserError(text)
             case {
                 "initial": [*rows],
-                "cache_rule": [str(eviction), bool(admit), ("selection" | "first") as seed],
+                "cache_rule": [
+                    str(eviction),
+                    bool(admit),
+                    ("selection" | "first") as seed,
+                    ("all" | "accepted") as admission,
+                ],
                 "wants_curves": bool(wants),
             }:
                 self._rows = tuple(float(value) for value in rows)
                 if eviction not in evictions.names():
                     find(self.spec)  # it brings a rule of its own, and rules run in the engine
-                self.cache_rule = CacheRule(eviction, admit, seed)
+                self.cache_rule = CacheRule(eviction, admit, seed, admission)
                 self.wants_curves = wants
             case _:
                 raise UserError(f"controller {self.spec!r}: its process sent what it never sends")

@@ -45,6 +45,11 @@ class Channel:
         self._out = b""
         self._in = bytearray()
 
+    @property
+    def unsent(self) -> int:
+        """Bytes that the other end has not taken yet."""
+        return len(self._out)
+
     def send(self, message: object, until: float | None = None) -> bool:
         """Send a message, or as much of it as goes until then; :meth:`flush` sends the rest."""
         body = json.dumps(message, default=_flat, separators=(",", ":")).encode()
@@ -147,7 +152,8 @@ def reply_to(found: Plan | Failure, observation: Observation) -> list[Any]:
     running = {request.request_id for request in observation.requests}
     targets = {i: target for i, target in found.targets.items() if i in running}
     targets.update(islice(((i, t) for i, t in found.targets.items() if i not in running), 1))
-    return [list(targets.items()), found.default, found.reserve_rows, found.reserve_bytes]
+    others = (found.default, found.reserve_rows, found.reserve_bytes, found.draft_tokens)
+    return [list(targets.items()), *others]
 
 
 def most_bytes(observation: Observation) -> int:
@@ -160,10 +166,10 @@ def answer_of(reply: Any, stores: int) -> Plan | Failure:
     match reply:
         case ["raised" | "type" | "number" as kind, str(text)]:
             return Failure(kind, text[:400])
-        case [list(pairs), default, rows, size]:
+        case [list(pairs), default, rows, size, draft]:
             try:
                 targets = {key: target for key, target in pairs}
-                return read(Plan(targets, default, rows, size), stores)
+                return read(Plan(targets, default, rows, size, draft), stores)
             except (TypeError, ValueError, UnreadablePlan) as error:
                 raise Garbled(f"no plan: {error}") from None
     raise Garbled("no answer")

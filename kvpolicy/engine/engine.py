@@ -16,12 +16,20 @@ from kvpolicy.engine.handle import RequestHandle, TokenStream
 from kvpolicy.engine.loop import LoadView
 from kvpolicy.engine.metrics import Metrics, Progress, Sample
 from kvpolicy.engine.observer import StepObserver
-from kvpolicy.engine.parts import finish, load, make_control, make_memory, pick_device
+from kvpolicy.engine.parts import (
+    finish,
+    load,
+    make_control,
+    make_memory,
+    make_speculator,
+    pick_device,
+)
 from kvpolicy.engine.prompt import Prompt, token_ids
 from kvpolicy.engine.reload import RunTimeChanges, changes, read
-from kvpolicy.engine.request import Request, RequestOutput
+from kvpolicy.engine.request import OnToken, Request, RequestOutput
 from kvpolicy.engine.residents import Residents
 from kvpolicy.engine.scheduler import Scheduler
+from kvpolicy.engine.verify_schedule import VerifySchedule
 from kvpolicy.errors import UserError, reason
 from kvpolicy.memory.layout import Layout
 from kvpolicy.models.loader import DecodeModel
@@ -47,22 +55,38 @@ class Engine:
             raise UserError(f"config = {config!r}: must be an EngineConfig")
         self.device = pick_device(self.config.device)
         self.model = model or load(self.config, self.device)
-        self._layout = Layout(self.model.geometry, self.config.kv_dtype)
+        self.speculator = make_speculator(self.config, self.model, self.device)
+        ring = self.speculator.ring if self.speculator else None
+        self._layout = Layout(self.model.geometry, self.config.kv_dtype, ring)
         self.control = make_control(self.config, self._layout)
         self.memory = make_memory(
-            self.config, self._layout, self.control.rule, self.model.backend, self.device
+            self.config,
+            self._layout,
+            self.control.rule,
+            self.model.backend,
+            self.device,
+            self.speculator.width if self.speculator else 0,
         )
+        if self.speculator is not None:
+            schedule, wall = None, self.config.clock == "wall"
+            if self.config.verify_length == "scheduled":
+                schedule = VerifySchedule(self.memory, self.speculator.width, wall)
+            self.speculator.attach(self.memory, schedule)
         self.scheduler = Scheduler(self.config.max_concurrency, self.config.prefill_chunk)
         self.requests: dict[int, Request] = {}
         self.totals = Metrics()
         self.executor = Executor(
-            self.model, self.memory, self.config.max_concurrency, self.config.cuda_graphs
+            self.model,
+            self.memory,
+            self.config.max_concurrency,
+            self.config.cuda_graphs,
+            self.speculator,
         )
         # Where steps are the clock a request ends at the step that decides its last token.
         self._runs_ahead = self.executor.runs_ahead and self.config.clock == "wall"
         self._launched: Launched | None = None
         self.residents = Residents(self.memory, self.scheduler, self.control, self.totals)
-        self.observer: StepObserver | None = None
+        self.observers: list[StepObserver] = []
         self._next_id = 0
         self.clock = Clock(self.config.clock)
         self._closed = False
@@ -76,10 +100,15 @@ class Engine:
     # --- requests --------------------------------------------------------------------------------
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams | None = None, context: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        context: int = 0,
+        on_token: OnToken | None = None,
     ) -> RequestHandle:
         """Queue a request. context: with dummy weights, tokens before the prompt that count as computed:
-        pseudo-random rows stand in for theirs (to measure long contexts without reading them).
+        pseudo-random rows stand in for theirs (to measure long contexts without reading them). on_token:
+        called within a step with each token and the logits that decided it.
 
         UserError for an empty or wrong prompt, CapacityError (naming the tier) for one that this engine
         could never hold."""
@@ -98,6 +127,7 @@ class Engine:
             arrived_step=self.steps,
             clock=self.clock,
             context=context,
+            on_token=on_token,
         )
         limit = self.model.geometry.max_context
         if request.max_tokens > limit:
@@ -169,10 +199,11 @@ class Engine:
         """Capture the CUDA graphs of every batch size now, so that no step has to wait for it (without
         graphs: nothing). sampled: for requests with a temperature too. contexts: tokens that contexts will
         reach (none: the model's limit); graphs are captured for each power of two from 32K on."""
-        if self.executor.decoder is not None:
-            for kind in (False, True)[: 1 + sampled]:
-                for most in contexts or (self.model.geometry.max_context,):
-                    self.executor.decoder.prepare(most, kind)
+        for runs in (self.executor.decoder, self.executor.verifier):
+            if runs is not None:
+                for kind in (False, True)[: 1 + sampled]:
+                    for most in contexts or (self.model.geometry.max_context,):
+                        runs.prepare(most, kind)
 
     # --- one step --------------------------------------------------------------------------------
 
@@ -198,12 +229,15 @@ class Engine:
             self.control.step(self.memory, self._load())
         self.residents.admit(self.steps)
         self.residents.grow(self.steps)
+        if self.speculator is not None:
+            self.speculator.limit(self.control.draft_tokens)
+            self.residents.grow_for_drafts(self.speculator.cap)
         batch = self.scheduler.batch()
         if not batch and self._launched is None:
             return False
         launched = self.executor.launch(batch, self.steps) if batch else None
-        if self.observer is not None and launched is not None:
-            self.observer(self.steps, batch)
+        for observer in self.observers if launched is not None else ():
+            observer(self.steps, batch)
         self.totals.decode_steps += bool(batch.decode)
         if decided and self._runs_ahead:
             # Behind the launch: the device has two steps to compute while the host decides.
@@ -240,6 +274,7 @@ class Engine:
             tokens=self.totals.generated_tokens,
             seconds=0.0 if self.clock.counts_steps else self.totals.busy_seconds,
             late=self._runs_ahead,
+            speculation=self.speculator.counts if self.speculator else None,
         )
 
     def _emit(self, launched: Launched | None) -> None:
@@ -354,7 +389,10 @@ class Engine:
 
     def metrics(self) -> dict[str, Any]:
         """Everything measured so far, by its documented name."""
-        return self.totals.report(self.steps, self.memory, self.control, self.model.weight_bytes)
+        counts = self.speculator.counts if self.speculator else None
+        return self.totals.report(
+            self.steps, self.memory, self.control, self.model.weight_bytes, counts
+        )
 
     def record(self) -> dict[str, Any]:
         """The run record: config, backend, versions, commit, machine, command, and the rates of the link to

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvpolicy.engine.request import Request, RequestOutput
 from kvpolicy.errors import IntegrityError
@@ -29,9 +29,18 @@ class RequestHandle:
         return self._request.finished
 
     @property
+    def tokens(self) -> Sequence[int]:
+        """Those made so far; not to be changed."""
+        return self._request.tokens
+
+    @property
     def latencies(self) -> Latencies:
         """What has happened to it so far, and when."""
         return self._request.latencies
+
+    def output(self) -> RequestOutput:
+        """The output as it is now, without driving the engine."""
+        return self._request.output()
 
     def cancel(self) -> None:
         """End the request now and free its memory; tokens made so far stay readable."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvpolicy.control.decision import Decision, DecisionWriter
@@ -15,10 +15,11 @@ from kvpolicy.controllers.registry import ControllerLike, is_foreign, make
 from kvpolicy.engine.following import Follower
 from kvpolicy.engine.reload import RunTimeChanges
 from kvpolicy.engine.request import Request, State
+from kvpolicy.engine.speculation import Counts
 from kvpolicy.memory.counters import Counted, RetrievalCounters
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.layout import Layout
-from kvpolicy.memory.rule import CacheRule, Eviction
+from kvpolicy.memory.rule import Admission, CacheRule, Eviction
 from kvpolicy.telemetry.slo import Slo
 
 
@@ -34,6 +35,9 @@ class _Baseline:
     shortages: int = 0
     preemptions: int = 0
     tokens: int = 0
+    cycles: int = 0
+    committed: int = 0
+    verify_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ class LoadView:
     """What the control loop must know of the engine besides memory; counts since the start.
 
     queue_bytes: device bytes that waiting requests need to start, in order, as many as have seats.
-    late: the device runs ahead; its counters are taken as last sent.
+    late: the device runs ahead; its counters are taken as last sent. speculation: counts, with a drafter.
     """
 
     step: int
@@ -55,6 +59,11 @@ class LoadView:
     tokens: int
     seconds: float
     late: bool = False
+    speculation: Counts | None = None
+
+
+DecisionListener = Callable[[Decision], None]
+"""Told of every decision when its budgets have been applied. Must not wait for the device."""
 
 
 def store_views(layout: Layout) -> tuple[StoreView, ...]:
@@ -76,7 +85,8 @@ class ControlLoop:
     """Observes, asks the :class:`Decider`, applies.
 
     deadline: seconds a decision may take, 0 for none. decision_log: a file that every decision is
-    appended to, None for none. isolate: with a deadline, foreign code that a spec names gets a process.
+    appended to, None for none. admission: None leaves it to the controller's rule. isolate: with a
+    deadline, foreign code that a spec names gets a process.
     """
 
     def __init__(
@@ -88,16 +98,21 @@ class ControlLoop:
         deadline: float = 0.0,
         decision_log: str | None = None,
         isolate: bool = True,
+        admission: Admission | None = None,
     ) -> None:
+        self._admission = admission
         self.interval = interval
         self._deadline = deadline
         self._isolate = isolate and SUPPORTED and deadline > 0
         self.stores = store_views(layout)
         self._eviction = eviction
         self._base = _Baseline()
+        # Verified tokens of a request per step, at most, as the last decision said; None: no cap.
+        self.draft_tokens: int | None = None
         self._seen: dict[int, RetrievalCounters] = {}
         self._due = True
         self.slo: Slo | None = None
+        self.listeners: list[DecisionListener] = []
         controller, self._initial, self.rule = self._checked(spec, eviction)
         self._most_entries = max(
             s.store.entries(layout.geometry.max_context) for s in layout.stores
@@ -135,6 +150,8 @@ class ControlLoop:
         initial, rule = initial_rows(controller, self.stores), cache_rule(controller)
         if eviction is not None:
             rule = replace(rule, eviction=eviction)
+        if self._admission is not None:
+            rule = replace(rule, admission=self._admission)
         return controller, initial, rule
 
     def _make(self, spec: ControllerLike) -> Controller:
@@ -202,7 +219,11 @@ class ControlLoop:
 
     def act(self, memory: Hierarchy, observation: Observation) -> None:
         """Decide on what :meth:`observe` gave, and apply it."""
-        memory.set_budgets(self.decider.decide(observation).projected.budgets)
+        decision = self.decider.decide(observation)
+        memory.set_budgets(decision.projected.budgets)
+        self.draft_tokens = decision.projected.draft_tokens
+        for listener in self.listeners:
+            listener(decision)
 
     def observe(self, memory: Hierarchy, load: LoadView) -> Observation | None:
         """What the next decision is about, None where nothing runs. The next observation counts from
@@ -220,6 +241,7 @@ class ControlLoop:
             memory.counters.shortages,
             load.preemptions,
             load.tokens,
+            *(load.speculation.totals if load.speculation else ()),
         )
         observation = self._observe(now, memory, load, counted)
         if self._follower is not None:
@@ -256,6 +278,9 @@ class ControlLoop:
             shortages=now.shortages - base.shortages,
             preemptions=now.preemptions - base.preemptions,
             tokens=now.tokens - base.tokens,
+            cycles=now.cycles - base.cycles,
+            committed=now.committed - base.committed,
+            verify_rows=now.verify_rows - base.verify_rows,
             slo_tpot=None if self.slo is None else self.slo.tpot,
             slo_ttft=None if self.slo is None else self.slo.ttft,
         )

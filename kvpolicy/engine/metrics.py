@@ -8,6 +8,7 @@ from typing import Any
 
 from kvpolicy.engine.loop import ControlLoop
 from kvpolicy.engine.request import Request
+from kvpolicy.engine.speculation import Counts
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.telemetry.latency import percentiles_ms
 
@@ -83,6 +84,7 @@ class Metrics:
     waited_seconds: float = 0.0
     optional_byte_steps: int = 0
     required_peak: int = 0
+    ring_peak: int = 0
     deferred: dict[str, int] = field(default_factory=dict)
     tpot: deque[float] = field(default_factory=_latencies)
     ttft: deque[float] = field(default_factory=_latencies)
@@ -117,10 +119,17 @@ class Metrics:
         optional = memory.optional_bytes()
         self.optional_byte_steps += optional
         used = memory.arena.frames.used * memory.arena.frame_bytes
+        rings = memory.arena.frames.held_for("ring") * memory.arena.frame_bytes
+        self.ring_peak = max(self.ring_peak, rings)
         self.required_peak = max(self.required_peak, used - optional)
 
     def report(
-        self, steps: int, memory: Hierarchy, control: ControlLoop, weight_bytes: int
+        self,
+        steps: int,
+        memory: Hierarchy,
+        control: ControlLoop,
+        weight_bytes: int,
+        speculation: Counts | None = None,
     ) -> dict[str, Any]:
         """JSON-ready. Rates speak of decode; prompt retrieval is under ``prefill``."""
         counted = memory.counters.retrieval.read()
@@ -141,7 +150,7 @@ class Metrics:
             "required_bytes": self.required_peak,
             "optional_bytes_mean": self.optional_byte_steps / steps if steps else 0.0,
             "staging_bytes": usage.staging,
-            "ring_bytes": 0,
+            "ring_bytes": self.ring_peak,
             "weight_bytes": weight_bytes,
             "release_steps": memory.counters.release_steps,
             "request_waves": memory.counters.request_waves,
@@ -151,7 +160,8 @@ class Metrics:
             "goodput_tokens_per_s": None,
             "tpot_ms": percentiles_ms(self.tpot),
             "ttft_ms": percentiles_ms(self.ttft),
-            "accepted_length": None,
+            "accepted_length": speculation.accepted_length if speculation else None,
+            "speculation": speculation.report() if speculation else None,
             "controller_decisions": control.decisions,
             "controller_projections": control.projections,
             "controller_fallbacks": control.fallbacks,

@@ -8,6 +8,7 @@ import torch
 
 from kvpolicy.config import EngineConfig
 from kvpolicy.engine.loop import ControlLoop
+from kvpolicy.engine.speculation import Speculator
 from kvpolicy.errors import UserError, reason
 from kvpolicy.kernels.memory_ops import memory_ops
 from kvpolicy.memory.accounting import Reserve
@@ -15,8 +16,12 @@ from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.layout import Layout
 from kvpolicy.memory.rule import CacheRule
 from kvpolicy.models.loader import DecodeModel, Dummy, load_model
+from kvpolicy.speculative.acceptance import Rule, choose_on_device, choose_on_host
+from kvpolicy.speculative.registry import make as make_drafter
 
 MIB = 1 << 20
+# Staging beyond what plain decoding needs takes at most this part of the device memory, by default.
+STAGING_PART = 4
 log = logging.getLogger(__name__)
 
 
@@ -51,20 +56,33 @@ def make_control(config: EngineConfig, layout: Layout) -> ControlLoop:
         deadline=0.0 if config.clock == "steps" else config.decision_deadline_ms / 1e3,
         decision_log=config.decision_log,
         isolate=config.controller_isolation == "auto",
+        admission=config.admission,
     )
 
 
 def make_memory(
-    config: EngineConfig, layout: Layout, rule: CacheRule, backend: str, device: torch.device
+    config: EngineConfig,
+    layout: Layout,
+    rule: CacheRule,
+    backend: str,
+    device: torch.device,
+    draft_tokens: int = 0,
 ) -> Hierarchy:
-    """The hierarchy in the sizes of a config. CapacityError if its fixed part alone does not fit."""
-    staging = config.staging_rows or config.max_concurrency * layout.topk
+    """The hierarchy in the sizes of a config, with in-flight rows for ``draft_tokens`` verified tokens of
+    each request. CapacityError if its fixed part alone does not fit."""
+    device_bytes = int(config.device_kv_mib * MIB)
+    plain = config.max_concurrency * layout.topk
+    # With a drafter a step wants several times that; what does not fit is served in waves.
+    widest = max(store.record.bytes for store in layout.stores)
+    more = min(plain * (1 + draft_tokens), device_bytes // STAGING_PART // widest)
     return Hierarchy(
         layout,
-        device_bytes=int(config.device_kv_mib * MIB),
+        device_bytes=device_bytes,
         host_bytes=int(config.host_kv_mib * MIB),
         reserve=Reserve(
-            staging, config.max_concurrency + config.prefill_chunk, config.max_concurrency
+            config.staging_rows or max(plain, more),
+            config.max_concurrency * (1 + draft_tokens) + config.prefill_chunk,
+            config.max_concurrency,
         ),
         floor_rows=config.floor_rows,
         rule=rule,
@@ -72,6 +90,19 @@ def make_memory(
         poison=config.validate_,
         ops=memory_ops(backend),
     )
+
+
+def make_speculator(
+    config: EngineConfig, model: DecodeModel, device: torch.device
+) -> Speculator | None:
+    """The speculation of a config, None without a drafter. UserError for a drafter that cannot be had."""
+    drafter = make_drafter(config.drafter, model, config.num_draft_tokens)
+    if drafter is None:
+        return None
+    on_device = device.type == "cuda" and model.backend == "triton"
+    choose = choose_on_device if on_device else choose_on_host
+    rule = Rule(config.verification)
+    return Speculator(drafter, model, rule, config.num_draft_tokens, choose)
 
 
 def finish(device: torch.device) -> None:

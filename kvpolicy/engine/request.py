@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -18,6 +19,9 @@ from kvpolicy.memory.decode import UNKNOWN
 from kvpolicy.telemetry.latency import Latencies
 
 log = logging.getLogger(__name__)
+
+OnToken = Callable[[int, NDArray[np.float32]], None]
+"""Called with each token and the logits that decided it, float32 [vocab]; must not keep the row."""
 
 
 class State(Enum):
@@ -77,7 +81,8 @@ class Request:
     been decided, of which the last may be known to the device only. stops: stop texts.
 
     waiting_since: engine step at which it came, or was preempted. Times are the clock's seconds:
-    arrived, admitted (first time), first_token, last_token; expires: when it is given up.
+    arrived, admitted (first time), first_token, last_token; expires: when it is given up. on_token: told of
+    each token before the request may finish by it.
     """
 
     id: int
@@ -103,6 +108,7 @@ class Request:
     waited_steps: int | None = None
     first_token: float | None = None
     last_token: float | None = None
+    on_token: OnToken | None = None
     _text: bytearray = field(default_factory=bytearray)
     _digest: Any = field(default_factory=hashlib.sha256)
 
@@ -167,6 +173,11 @@ class Request:
         return self.tokens[past] if past < len(self.tokens) else UNKNOWN
 
     @property
+    def tokens_left(self) -> int:
+        """Tokens that may still be decided."""
+        return self.params.max_new_tokens - self.issued
+
+    @property
     def next_position(self) -> int:
         """Where the token goes that is decided next."""
         return self.prompt_end + self.issued
@@ -174,9 +185,10 @@ class Request:
     def advance(self, rows: int) -> None:
         """``rows`` more rows are committed; the last of a prompt, and each later one, decides a token."""
         self.computed += rows
-        if self.state is State.PREFILL and self.computed == self.prompt_end:
-            self.move(State.DECODE)
         if self.state is State.DECODE:
+            self.issued += rows
+        elif self.state is State.PREFILL and self.computed == self.prompt_end:
+            self.move(State.DECODE)
             self.issued += 1
 
     def take(self, token: int | None, row: NDArray[np.float32]) -> None:
@@ -193,6 +205,8 @@ class Request:
         self.last_token = self.clock.now()
         if self.first_token is None:
             self.first_token = self.last_token
+        if self.on_token is not None:
+            self.on_token(token, row)
         if token < 256:
             self._text.append(token)
         if token in self.eos or self._hit_stop():

@@ -16,7 +16,11 @@ log = logging.getLogger(__name__)
 
 
 class Residents:
-    """Moves requests between the queue and the device, as far as memory and seats go."""
+    """Moves requests between the queue and the device, as far as memory and seats go.
+
+    binding: what kept the first waiting request waiting at the last step: ``seats``, ``device``, ``host``,
+    or empty if nothing waits.
+    """
 
     def __init__(
         self, memory: Hierarchy, scheduler: Scheduler, control: ControlLoop, totals: Metrics
@@ -25,25 +29,28 @@ class Residents:
         self.scheduler = scheduler
         self.control = control
         self.totals = totals
+        self.binding = ""
 
-    def initial_rows(self, request: Request) -> tuple[int, ...]:
-        """Hot rows per store that a request must get before it may start."""
+    def initial_rows(self, request: Request, control: ControlLoop | None = None) -> tuple[int, ...]:
+        """Hot rows per store that a request must get before it may start. control: whose promise it is
+        (None: of the one that decides here)."""
         stores = self.memory.layout.stores
-        return self.control.initial_rows(tuple(s.store.entries(request.max_tokens) for s in stores))
+        most = tuple(s.store.entries(request.max_tokens) for s in stores)
+        return (control or self.control).initial_rows(most)
 
-    def frames_to_start(self, request: Request) -> int:
+    def frames_to_start(self, request: Request, control: ControlLoop | None = None) -> int:
         """Frames that a request takes when it starts, or comes back."""
         room = self.memory.room_for(request.max_tokens, request.next_tokens)
-        return self.memory.frames_of(request.max_tokens, self.initial_rows(request), room)
+        return self.memory.frames_of(request.max_tokens, self.initial_rows(request, control), room)
 
-    def queue_bytes(self) -> tuple[int, ...]:
+    def queue_bytes(self, control: ControlLoop | None = None) -> tuple[int, ...]:
         """Device memory that waiting requests need to start, in order, as many as have seats.
 
         The room that admission leaves for growth is in it, that of all who run with the first.
         """
         size, more = self.memory.layout.frame_bytes, self.memory.growth_frames
         first = itertools.islice(self.scheduler.waiting, self.scheduler.seats_free)
-        frames = [self.frames_to_start(request) + more for request in first]
+        frames = [self.frames_to_start(request, control) + more for request in first]
         if frames:
             frames[0] += more * len(self.scheduler.running)
         return tuple(count * size for count in frames)
@@ -64,12 +71,14 @@ class Residents:
             except CapacityError as error:
                 if self.scheduler.running:
                     self.totals.defer(request, error.tier)
+                    self.binding = error.tier
                     return
                 log.warning("request %d starts with fewer hot rows: %s", request.id, error)
                 self.totals.reduced_admissions += 1
                 self._admit(request, (0,) * len(rows), room)
             self.scheduler.start(step)
             self.control.wake()
+        self.binding = "seats" if self.scheduler.waiting else ""
 
     def _admit(self, request: Request, rows: tuple[int, ...], room: int) -> None:
         self.memory.admit(request.id, request.max_tokens, rows, room, request.context)
@@ -99,6 +108,14 @@ class Residents:
                     self.preempt(self.scheduler.running[-1], step)
                 elif not (self.memory.take_back(missing, nothing) or self.memory.leave_full()):
                     raise IntegrityError(f"request {request.id} lacks {missing} frames, alone")
+
+    def grow_for_drafts(self, width: int) -> None:
+        """Room for proposed tokens too, where it is free: nobody gives way for it, and who has none
+        verifies fewer."""
+        for request in self.scheduler.running:
+            if request.state is State.DECODE:
+                most = max(0, min(width, request.tokens_left - 1))
+                self.memory.grow(request.id, request.computed + 1 + most)
 
     def preempt(self, request: Request, step: int) -> None:
         """Put a request back to the host; it resumes exactly, before all that wait."""

@@ -42,7 +42,8 @@ class DeviceSampler:
     def choose(self, logits: Tensor, seats: Tensor, positions: Tensor, sampled: bool) -> None:
         """Choose a token per row, into ``found``. logits: float32 [n, V]. seats: int64 [n], -1 for
         nobody. positions: of the new tokens. sampled: False if all rows are greedy."""
-        from kvpolicy.kernels.triton.sampling import first_of_highest, sample
+        from kvpolicy.kernels.sampling import first_of_highest
+        from kvpolicy.kernels.triton.sampling import sample
 
         if sampled:
             params = self._params[seats]

@@ -25,7 +25,7 @@ class Batch:
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Rows of one step, segment by segment. tokens: one per row. wanted: rows whose logits decide a
-    token. emits: the request of each wanted row."""
+    token, of a generation all. emits: the request of each wanted row."""
 
     segments: tuple[Segment, ...]
     tokens: tuple[int, ...]
@@ -34,7 +34,7 @@ class Rows:
 
     @classmethod
     def of(cls, work: Iterable[tuple[Request, int]]) -> Rows:
-        """The next ``count`` rows of each request."""
+        """The next ``count`` rows of each request; tokens that nobody has decided yet are UNKNOWN."""
         segments: list[Segment] = []
         tokens: list[int] = []
         wanted: list[int] = []
@@ -46,8 +46,9 @@ class Rows:
             segments.append(Segment(request.id, start, count, position, decode, last))
             tokens.extend(request.token_at(position + i) for i in range(count))
             if decode or last:
-                wanted.append(start + count - 1)
-                emits.append(request)
+                own = range(start if decode else start + count - 1, start + count)
+                wanted.extend(own)
+                emits.extend([request] * len(own))
         return cls(tuple(segments), tuple(tokens), tuple(wanted), tuple(emits))
 
 

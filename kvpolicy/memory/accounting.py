@@ -62,10 +62,15 @@ def check_fixed(layout: Layout, reserve: Reserve, device_bytes: int) -> int:
 
 def request_frames(layout: Layout, tokens: int) -> int:
     """Required frames of a request with room for ``tokens``, hot floor excluded: index keys, slot
-    maps, pinned rows."""
+    maps, pinned rows, the draft ring."""
     entries = [(store, store.store.entries(tokens)) for store in layout.stores]
     growing = sum(s.key.frames(n) + s.slot_map.frames(n) for s, n in entries)
-    return growing + sum(p.record.frames(p.rows) for p in layout.pinned)
+    return growing + sum(p.record.frames(p.rows) for p in layout.pinned) + ring_frames(layout)
+
+
+def ring_frames(layout: Layout) -> int:
+    """Frames of one request's draft ring: they depend on the drafter's window, not on the context."""
+    return layout.ring.frames if layout.ring else 0
 
 
 def hot_frames(
@@ -84,10 +89,13 @@ def hot_frames(
 
 
 def host_bytes(layout: Layout, max_tokens: int) -> int:
-    """Host bytes of one request: every record and index key, each array on its own cache line."""
+    """Host bytes of one request: every record and index key and the draft ring, each array on its own
+    cache line."""
     total = 0
     for store in layout.stores:
         entries = store.store.entries(max_tokens)
         total += ExtentAllocator.rounded(entries * store.record.bytes)
         total += ExtentAllocator.rounded(entries * store.key.bytes)
+    if layout.ring:
+        total += ExtentAllocator.rounded(layout.ring.host_bytes)
     return max(total, 1)

@@ -15,23 +15,8 @@ from kvpolicy.kernels.retrieve import DecodeRows, StoreMemory
 from kvpolicy.memory.counters import MemoryCounters
 from kvpolicy.memory.host_pool import HostPool
 from kvpolicy.memory.layout import StoreLayout
-from kvpolicy.memory.request import RequestMemory
-from kvpolicy.memory.segments import Segment
+from kvpolicy.memory.segments import Accepted
 from kvpolicy.memory.step import StepMemory
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """The first ``count`` rows of a segment are to stay."""
-
-    request: RequestMemory
-    segment: Segment
-    count: int
-
-    def entries(self, store: StoreLayout) -> range:
-        """Entries of a store that these rows complete."""
-        first = self.request.committed_entries(store.index)
-        return range(first, store.store.entries(self.request.committed + self.count))
 
 
 @dataclass(frozen=True, slots=True)

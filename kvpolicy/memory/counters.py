@@ -44,11 +44,11 @@ class RetrievalCounters:
 
     def since(self, earlier: RetrievalCounters) -> RetrievalCounters:
         """What was counted after ``earlier``."""
-        names = (field.name for field in fields(self))
-        return RetrievalCounters(*(getattr(self, n) - getattr(earlier, n) for n in names))
+        return RetrievalCounters(*(getattr(self, n) - getattr(earlier, n) for n in NAMES))
 
 
-WIDTH = len(fields(RetrievalCounters))
+NAMES = tuple(field.name for field in fields(RetrievalCounters))
+WIDTH = len(NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,8 @@ class _Snapshot:
         live, seats = self._table.read(), self._seats
         totals = live[: 2 * seats].view(2, seats, WIDTH).sum(1) + live[2 * seats :]
         decode, prefill = (RetrievalCounters(*row) for row in totals.tolist())
-        own = {
-            request: RetrievalCounters(*live[seat].tolist())
-            for request, seat in self._seat_of.items()
-        }
+        rows = live[:seats].tolist()
+        own = {r: RetrievalCounters(*rows[seat]) for r, seat in self._seat_of.items()}
         return Counted(own, decode, prefill)
 
 

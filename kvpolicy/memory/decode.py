@@ -51,6 +51,16 @@ class DecodeInputs:
         self.step = self.table[-1:]
         self.index = torch.arange(size, device=device)
 
+    @classmethod
+    def of(cls, seat: Tensor, position: Tensor, step: Tensor) -> DecodeInputs:
+        """Rows that the device alone knows; tokens are the caller's business."""
+        made = cls.__new__(cls)
+        made.size = seat.shape[0]
+        made.seat, made.position, made.step = seat, position, step
+        made.token = torch.full_like(seat, UNKNOWN)
+        made.index = torch.arange(made.size, device=seat.device)
+        return made
+
     def numbers(self, rows: Sequence[Row], step: int) -> list[int]:
         """What ``table`` must hold for these rows; the others are padding."""
         padding = [(NOBODY, 0, 0)] * (self.size - len(rows))

@@ -14,7 +14,7 @@ from kvpolicy.memory import accounting
 from kvpolicy.memory.accounting import Reserve, mib
 from kvpolicy.memory.arena import Arena
 from kvpolicy.memory.calibration import calibrate
-from kvpolicy.memory.commit import Accepted, Committer
+from kvpolicy.memory.commit import Committer
 from kvpolicy.memory.counters import Counted, MemoryCounters
 from kvpolicy.memory.cuts import Cut, Holding, cuts_for, cuts_of_full
 from kvpolicy.memory.decode import DecodeInputs, DecodeStep
@@ -23,10 +23,11 @@ from kvpolicy.memory.layout import Layout, StoreLayout
 from kvpolicy.memory.mover import Mover
 from kvpolicy.memory.request import GROWTH_TOKENS, RequestMemory
 from kvpolicy.memory.rule import CacheRule
-from kvpolicy.memory.segments import Segment
+from kvpolicy.memory.segments import Accepted, Segment
 from kvpolicy.memory.step import StepMemory
 from kvpolicy.memory.tables import SharedTables, make_tables
 from kvpolicy.memory.usage import MemoryUsage, all_floors, measure
+from kvpolicy.memory.verify import VerifyRows, VerifyStep
 
 
 class Hierarchy:
@@ -62,6 +63,10 @@ class Hierarchy:
         self.link = calibrate(self.host.words, self.ops, device)
         self.requests: dict[int, RequestMemory] = {}
         self.suspended: dict[int, RequestMemory] = {}
+        # Per store tokens of an entry, and bytes that the host gets of one.
+        self._entry_bytes = [
+            (s.store.tokens_per_entry, s.record.bytes + s.key.bytes) for s in layout.stores
+        ]
         self._seats = list(range(reserve.seats))  # a heap: the lowest free seat first
         self._tables = make_tables(layout, self.arena, reserve, self.ops)
         counts = self.counters.retrieval.by_seat
@@ -255,7 +260,10 @@ class Hierarchy:
                 )
             kept.append(Accepted(request, segment, count))
         rule = RULES[self.rule.eviction]
+        if self.rule.admission == "accepted":
+            step.demote(self._stores, kept)
         self._committer.commit(step, kept, rule, self.rule.admit_newest)
+        step.note_accepted(accepted)
         for one in kept:
             one.request.advance(one.count, step.step, one.segment.decode)
             if one.segment.last_prompt_row:
@@ -283,23 +291,43 @@ class Hierarchy:
             segments,
         )
 
-    def decoding(self, request_id: int) -> RequestMemory:
-        """A request that may decode one more row: IntegrityError without room for it."""
+    def verify_step(self, rows: VerifyRows, most_tokens: int) -> VerifyStep:
+        """A step of some rows per request; see VerifyStep."""
+        return VerifyStep(
+            self.layout,
+            self._tables,
+            self._stores,
+            self.ops,
+            RULES[self.rule.eviction],
+            self.rule.admit_newest,
+            rows,
+            most_tokens,
+            self.rule.admission,
+        )
+
+    def decoding(self, request_id: int, rows: int = 1) -> RequestMemory:
+        """A request that may decode so many more rows: IntegrityError without room for them."""
         request = self.requests[request_id]
-        if request.committed + 1 > request.reserved:
+        if request.committed + rows > request.reserved:
             raise IntegrityError(
                 f"request {request_id} has no room beyond {request.reserved} tokens"
             )
         return request
 
-    def advance(self, requests: Sequence[RequestMemory], step: int) -> None:
-        """Each of these requests has committed one row in a decode step."""
-        for request in requests:
-            for store in self.layout.stores:
-                done = (request.committed + 1) % store.store.tokens_per_entry == 0
-                if done:
-                    self.counters.device_to_host_bytes += store.record.bytes + store.key.bytes
-            request.advance(1, step, decode=True)
+    def advance(
+        self, requests: Sequence[RequestMemory], step: int, rows: Sequence[int] | None = None
+    ) -> None:
+        """Each of these requests has committed one row in a decode step, or as many as ``rows`` says."""
+        rows = rows or [1] * len(requests)
+        for per, size in self._entry_bytes:
+            if per == 1:
+                done = sum(rows)
+            else:
+                both = zip(requests, rows, strict=True)
+                done = sum((r.committed + n) // per - r.committed // per for r, n in both)
+            self.counters.device_to_host_bytes += done * size
+        for request, count in zip(requests, rows, strict=True):
+            request.advance(count, step, decode=True)
 
     # --- budgets ---------------------------------------------------------------------------------
 
@@ -317,7 +345,10 @@ class Hierarchy:
             if number not in self.requests:
                 continue
             request = self.requests[number]
-            for store, rows in zip(self.layout.stores, self.clamp(budget), strict=True):
+            budget = self.clamp(budget)
+            if budget == tuple(hot.capacity for hot in request.hot):
+                continue
+            for store, rows in zip(self.layout.stores, budget, strict=True):
                 hot = request.hot[store.index]
                 change = hot.frames_for(rows) - hot.num_frames
                 changes.append((change, request, store, rows))

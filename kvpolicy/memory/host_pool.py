@@ -1,6 +1,7 @@
 """The host pool: every committed row and index key of every request, the source of truth.
 
-Each request's region is contiguous: store after store, all records, then all keys. A record holds the rows of
+Each request's region is contiguous: store after store, all records, then all keys,
+at last the draft ring, which is there while the request is preempted. A record holds the rows of
 all layers of its store for one entry (token-major inside a layer group), so a fetch of one entry is one long
 read: records from 1.7 KB on reach 0.9 of the link's copy rate at any span and order, where single rows of
 656 bytes reach 0.4.
@@ -25,7 +26,7 @@ class HostRegion:
     """One request's share of the pool, contiguous.
 
     rows, keys: per store, [entries, layers, width] and [entries, width], views of the pool.
-    row_base, key_base: where each begins, in words of the pool.
+    row_base, key_base: where each begins, in words of the pool. ring: [items, width], or None.
     """
 
     extent: Extent
@@ -33,6 +34,7 @@ class HostRegion:
     keys: tuple[Tensor, ...]
     row_base: tuple[int, ...]
     key_base: tuple[int, ...]
+    ring: Tensor | None = None
 
 
 class HostPool:
@@ -67,7 +69,9 @@ class HostPool:
                 into.append(self._array(offset, entries, item))
                 base.append(offset // WORD)
                 offset += ExtentAllocator.rounded(entries * item.bytes)
-        return HostRegion(extent, tuple(rows), tuple(keys), tuple(bases[0]), tuple(bases[1]))
+        ring = self.layout.ring
+        saved = self._array(offset, ring.items, ring.item) if ring else None
+        return HostRegion(extent, tuple(rows), tuple(keys), tuple(bases[0]), tuple(bases[1]), saved)
 
     def _array(self, offset: int, entries: int, item: Item) -> Tensor:
         raw = self._buffer[offset : offset + entries * item.bytes]

@@ -80,6 +80,13 @@ class HotCache:
             return 0
         return int((self._map.paged.get(entries) < 0).sum())
 
+    def resident(self, committed: int) -> Tensor:
+        """Which of the first ``committed`` entries are here, bool [committed]. Changes nothing."""
+        if self.full:
+            return torch.ones(committed, dtype=torch.bool, device=self.device)
+        here: Tensor = self._map.paged.get(arange(committed, self.device)).long() != ABSENT
+        return here
+
     def locate(self, slots: Tensor) -> Tensor:
         """Arena locations of slots (of entries, where full)."""
         return self._rows.paged.locate(slots)

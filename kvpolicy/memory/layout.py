@@ -82,13 +82,48 @@ class PinnedLayout:
     rows: int
 
 
+@dataclass(frozen=True, slots=True)
+class RingShape:
+    """What a drafter keeps of a request: ``rows`` rows, each ``width`` numbers (float32) of one of its
+    last committed tokens."""
+
+    rows: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class RingLayout:
+    """A draft ring in frames. A row lies in ``parts`` items, since it may be wider than a frame; the
+    last of them may have unused numbers at its end."""
+
+    shape: RingShape
+    item: Item
+    parts: int
+
+    @property
+    def items(self) -> int:
+        """Items of one request's ring."""
+        return self.shape.rows * self.parts
+
+    @property
+    def frames(self) -> int:
+        """Frames of one request's ring, whatever its context."""
+        return self.item.frames(self.items)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that it takes on the host while its request is preempted."""
+        return self.items * self.item.bytes
+
+
 class Layout:
     """All item layouts of one geometry in one KV dtype.
 
-    frame_bytes: size of a frame. stores, pinned: in the geometry's order.
+    frame_bytes: size of a frame. stores, pinned: in the geometry's order. ring: of the drafter, None
+    without one or for one that keeps nothing.
     """
 
-    def __init__(self, geometry: Geometry, kv_dtype: str) -> None:
+    def __init__(self, geometry: Geometry, kv_dtype: str, ring: RingShape | None = None) -> None:
         allowed = allowed_kv_dtypes(geometry)
         if kv_dtype in TORCH_DTYPES and kv_dtype not in allowed:
             raise UserError(
@@ -110,6 +145,7 @@ class Layout:
         self.stores = tuple(self._store(i, store) for i, store in enumerate(geometry.stores))
         self.pinned = tuple(self._pinned(pinned) for pinned in geometry.pinned)
         self._by_name = {layout.store.name: layout for layout in self.stores}
+        self.ring = self._ring(ring) if ring and ring.rows and ring.width else None
         self.topk = max(selector.topk for selector in geometry.selectors)
         for item in (item for s in self.stores for item in (s.record, s.key)):
             if item.bytes % WORD:
@@ -162,6 +198,11 @@ class Layout:
             meta=self.item((META_WIDTH,), torch.int32),
             latent=store.latent_width if eight_bit else 0,
         )
+
+    def _ring(self, shape: RingShape) -> RingLayout:
+        dtype = torch.float32
+        parts = -(-shape.width * dtype.itemsize // self.frame_bytes)
+        return RingLayout(shape, self.item((-(-shape.width // parts),), dtype), parts)
 
     def _pinned(self, pinned: Pinned) -> PinnedLayout:
         if pinned.rows_per_request is None:

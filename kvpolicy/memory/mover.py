@@ -39,7 +39,7 @@ class Mover:
         if self._device.type == "cuda":
             torch.cuda.synchronize()  # a step that is still running may write to who was there before
         self._contexts.fill(request.region, tokens, request.request_id)
-        request.committed = tokens
+        request.committed = request.ring_first = tokens
 
     def restore(self, request: RequestMemory) -> None:
         """Bring to the device what a request with a history needs there besides hot rows."""
@@ -60,6 +60,12 @@ class Mover:
             every = torch.arange(table.items, device=self._device)
             table.paged.put(every, saved.to(self._device))
         request.saved_pinned = []
+        ring = request.region.ring
+        if request.ring is not None and ring is not None and request.ring_saved:
+            every = torch.arange(request.ring.items, device=self._device)
+            request.ring.paged.put(every, ring.to(self._device))
+            self._counters.moved_bytes += ring.nbytes
+            request.ring_saved = False
 
     def warm(self, request: RequestMemory) -> None:
         """A mapped cache of a request that comes back starts with its last selections."""

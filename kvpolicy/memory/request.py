@@ -30,7 +30,8 @@ class RequestMemory:
     """A request's memory in both tiers: on the host from the start and to the end, for all its
     ``max_tokens``; on the device while it has a seat, for ``reserved`` tokens, growing.
 
-    committed: tokens whose rows are durable on the host. seat: its place among the requests on the
+    committed: tokens whose rows are durable on the host. ring: what its drafter keeps; ring_first: the
+    first position that it has ever been given. seat: its place among the requests on the
     device, or NOWHERE. trace: its last selections, while somebody follows it (:meth:`follow`).
     Raises CapacityError (host) and takes nothing if the host has no room.
     """
@@ -47,6 +48,9 @@ class RequestMemory:
         self.keys: list[Table] = []
         self.maps: list[Table] = []
         self.pinned: list[Table] = []
+        self.ring: Table | None = None
+        self.ring_first = 0
+        self.ring_saved = False
         self.hot: list[HotCache] = []
         self.saved_pinned: list[Tensor] = []
         self._tables: SharedTables | None = None
@@ -85,6 +89,11 @@ class RequestMemory:
             table = Table(arena, pinned.record, ("pinned", self.request_id, pinned.pinned.name))
             self.pinned.append(table)
             table.resize(pinned.rows)
+        if tables.rings is not None:
+            frames = tables.rings.frames[seat]
+            self.ring = Table(arena, tables.rings.layout.item, ("ring", self.request_id), frames)
+            self.ring.resize(tables.rings.layout.items)
+            tables.rings.start(seat, self.ring_first)
 
     def growth(self, tokens: int) -> int:
         """Frames that room for ``tokens`` tokens takes beyond what is held."""
@@ -111,14 +120,17 @@ class RequestMemory:
         """Give up the seat and everything on the device; a second call does nothing."""
         for hot in self.hot:
             hot.release()
-        for table in (*self.keys, *self.maps, *self.pinned):
+        for table in (*self.keys, *self.maps, *self.pinned, *((self.ring,) if self.ring else ())):
             table.resize(0)
-        self.hot, self.keys, self.maps, self.pinned = [], [], [], []
+        self.hot, self.keys, self.maps, self.pinned, self.ring = [], [], [], [], None
         self.seat, self.reserved = NOWHERE, 0
 
     def suspend(self) -> None:
         """Leave the device, with all that only the device had saved on the host."""
         self.saved_pinned = [table.paged.prefix(table.items).cpu() for table in self.pinned]
+        if self.ring is not None and self.region.ring is not None:
+            self.region.ring.copy_(self.ring.paged.prefix(self.ring.items))
+            self.ring_saved = True
         assert self._tables is not None
         self._saved_recent = [own.recent[self.seat].cpu() for own in self._tables.stores]
         self.trace = None

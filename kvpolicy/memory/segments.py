@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvpolicy.memory.layout import StoreLayout
+from kvpolicy.memory.request import RequestMemory
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -25,6 +28,20 @@ class Segment:
     @property
     def stop(self) -> int:
         return self.start + self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The first ``count`` rows of a segment are to stay."""
+
+    request: RequestMemory
+    segment: Segment
+    count: int
+
+    def entries(self, store: StoreLayout) -> range:
+        """Entries of a store that these rows complete."""
+        first = self.request.committed_entries(store.index)
+        return range(first, store.store.entries(self.request.committed + self.count))
 
 
 @dataclass(frozen=True, slots=True)

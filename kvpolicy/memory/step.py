@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from kvpolicy.geometry.geometry import Selector
+from kvpolicy.kernels.demote import demote
 from kvpolicy.kernels.eviction import EvictionRule
 from kvpolicy.kernels.memory_ops import MemoryOps
-from kvpolicy.kernels.paging import scatter
+from kvpolicy.kernels.paging import scatter, upload
+from kvpolicy.kernels.retrieve import StoreMemory
 from kvpolicy.memory.access import StepAccess
 from kvpolicy.memory.counters import MemoryCounters
 from kvpolicy.memory.host_pool import HostPool
@@ -23,7 +25,7 @@ from kvpolicy.memory.layout import Layout, PinnedLayout
 from kvpolicy.memory.request import RequestMemory
 from kvpolicy.memory.retrieval import Retriever
 from kvpolicy.memory.rows import StepRows, stored_keys, stored_rows
-from kvpolicy.memory.segments import Segment, Wave
+from kvpolicy.memory.segments import Accepted, Segment, Wave
 from kvpolicy.memory.tables import SharedTables
 
 
@@ -129,6 +131,46 @@ class StepMemory(StepAccess):
     def _last_rows(self, selection: Tensor) -> tuple[Tensor, Tensor]:
         last = self.numbers.last
         return self.numbers.seat[last], selection[last]
+
+    def demote(self, stores: Sequence[StoreMemory], kept: Sequence[Accepted]) -> None:
+        """What only rejected rows wanted goes first in the next step. stores: as decode kernels see them."""
+        rejecting = [one for one in kept if one.segment.decode and one.count < one.segment.count]
+        if not rejecting:
+            return
+        rows: list[int] = []
+        committed: list[int] = []
+        stays: list[int] = []
+        for one in rejecting:
+            own = one.segment
+            rows += range(own.start, own.stop)
+            committed += [own.position] * own.count
+            stays += [int(i < one.count) for i in range(own.count)]
+        numbers = upload([*rows, *committed, *stays, self.step], self.device)
+        index, before, accepted = numbers[:-1].view(3, -1)
+        for selector in self.layout.geometry.selectors:
+            if selector.name in self._selection:
+                store, chosen = (
+                    stores[self.layout.of(selector).index],
+                    self._selection[selector.name],
+                )
+                demote(
+                    *(store, self.seats[index], before, accepted > 0, chosen[index]), numbers[-1:]
+                )
+
+    def note_accepted(self, accepted: Sequence[int]) -> None:
+        """What a request's last row chose is what its last accepted one did."""
+        cut = [
+            (request.seat, segment.start + count - 1)
+            for request, segment, count in zip(self.requests, self.segments, accepted, strict=True)
+            if 0 < count < segment.count
+        ]
+        if not cut:
+            return
+        seats, rows = upload(list(zip(*cut, strict=True)), self.device)
+        for selector in self.layout.geometry.selectors:
+            if selector.name in self._selection:
+                chosen = self._selection[selector.name][rows]
+                self._tables_of(self.layout.of(selector)).note_selected(selector, seats, chosen)
 
     # --- retrieval -------------------------------------------------------------------------------
 

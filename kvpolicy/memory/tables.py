@@ -19,6 +19,7 @@ from kvpolicy.kernels.resolve import CacheTables
 from kvpolicy.kernels.retrieve import StoreMemory
 from kvpolicy.memory.accounting import Reserve, staging_frames
 from kvpolicy.memory.arena import Arena, Table
+from kvpolicy.memory.draft_ring import DraftRings
 from kvpolicy.memory.host_pool import HostPool
 from kvpolicy.memory.layout import Item, Layout, StoreLayout
 
@@ -131,13 +132,15 @@ class StoreTables:
 @dataclass(frozen=True, slots=True)
 class SharedTables:
     """Frames that every step uses in turn: staging, and in-flight rows per store and pinned set.
-    stores: the tables of all seats. requests: int64 [seats + 1], who sits there; the last is nobody."""
+    stores: the tables of all seats. requests: int64 [seats + 1], who sits there; the last is nobody.
+    rings: the draft rings of all seats, None where nobody drafts."""
 
     staging: tuple[Table, ...]
     inflight: tuple[Table, ...]
     inflight_pinned: tuple[Table, ...]
     stores: tuple[StoreTables, ...]
     requests: Tensor
+    rings: DraftRings | None = None
 
     def as_kernels_see_them(self, host: HostPool, counts: Tensor) -> tuple[StoreMemory, ...]:
         """All stores; see :meth:`StoreTables.as_kernels_see_it`."""
@@ -169,4 +172,7 @@ def make_tables(layout: Layout, arena: Arena, reserve: Reserve, ops: MemoryOps) 
         for store in layout.stores
     )
     requests = torch.zeros(seats + 1, dtype=torch.int64, device=arena.device)
-    return SharedTables(staging, tuple(flying[:count]), tuple(flying[count:]), stores, requests)
+    rings = DraftRings(arena, layout.ring, seats, ops) if layout.ring else None
+    return SharedTables(
+        staging, tuple(flying[:count]), tuple(flying[count:]), stores, requests, rings
+    )

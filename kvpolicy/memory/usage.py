@@ -15,7 +15,7 @@ from kvpolicy.memory.request import RequestMemory
 class MemoryUsage:
     """Device bytes by use, as really allocated (whole frames), and host bytes.
 
-    required: staging + in-flight + index keys + slot maps + pinned + the hot floor.
+    required: staging + in-flight + index keys + slot maps + pinned + draft rings + the hot floor.
     optional: hot rows beyond the floor, all that a controller can give or take.
     """
 
@@ -24,6 +24,7 @@ class MemoryUsage:
     index_keys: int
     slot_maps: int
     pinned: int
+    rings: int
     hot_floor: int
     optional: int
     free: int
@@ -33,7 +34,7 @@ class MemoryUsage:
     @property
     def required(self) -> int:
         fixed = self.staging + self.in_flight + self.index_keys + self.slot_maps
-        return fixed + self.pinned + self.hot_floor
+        return fixed + self.pinned + self.rings + self.hot_floor
 
     @property
     def used(self) -> int:
@@ -56,6 +57,7 @@ def measure(
         index_keys=held("keys") * size,
         slot_maps=held("map") * size,
         pinned=held("pinned") * size,
+        rings=held("ring") * size,
         hot_floor=floor * size,
         optional=(held("hot") - floor) * size,
         free=arena.frames.free * size,

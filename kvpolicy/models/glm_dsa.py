@@ -8,6 +8,7 @@ cached rows as they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -105,11 +106,23 @@ class GlmDsa:
         """One step. tokens: [n] int64, one per row of the step; wanted: rows whose logits
         are needed, int64 [m]. Returns logits [m, vocab] float32. Row by row, the bits do not
         depend on the other rows of the step. Nothing here waits for the device or uploads to it."""
+        return self.forward_with_taps(tokens, memory, wanted, ())[0]
+
+    @torch.no_grad()
+    def forward_with_taps(
+        self, tokens: Tensor, memory: StepAccess, wanted: Tensor, taps: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """As :meth:`forward`, and the residual stream behind some layers, -1 for the embedding's: float32
+        [n, len(taps), hidden], None without any."""
         hidden = self.embedding[tokens].float()
+        found = {-1: hidden}
         for number, layer in enumerate(self.layers):
             hidden = self._attention(number, layer, hidden, memory)
             hidden = self._mlp(layer, hidden)
-        return self._head(hidden[wanted])
+            if number in taps:
+                found[number] = hidden
+        tapped = torch.stack([found[number] for number in taps], dim=1) if taps else None
+        return self._head(hidden[wanted]), tapped
 
     def _head(self, hidden: Tensor) -> Tensor:
         """Logits [n, vocab]."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeGuard
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -55,6 +56,18 @@ class DeviceModel(DecodeModel, Protocol):
 
     def forward(self, tokens: Tensor, memory: StepAccess, wanted: Tensor) -> Tensor:
         """As :meth:`DecodeModel.forward`."""
+        ...
+
+
+@runtime_checkable
+class TappedModel(Protocol):
+    """A model whose layers a drafter may read."""
+
+    def forward_with_taps(
+        self, tokens: Tensor, memory: StepAccess, wanted: Tensor, taps: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """As :meth:`DecodeModel.forward`, with float32 [n, len(taps), hidden], the outputs of the layers
+        ``taps`` for every row of the step (-1: the embedding's), None without any."""
         ...
 
 

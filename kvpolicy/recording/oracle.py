@@ -13,18 +13,20 @@ from numpy.typing import NDArray
 from kvpolicy.errors import UserError
 from kvpolicy.recording.bounds import Pool, belady
 from kvpolicy.recording.caches import RULES, rule_named
-from kvpolicy.recording.lanes import Lane, lanes
+from kvpolicy.recording.lanes import FULL, Lane, lanes
 from kvpolicy.recording.reader import Recording
 from kvpolicy.recording.replay import Outcome, replay
 from kvpolicy.recording.splits import budgets_by, equal_rows, lru_curve, steepest_first
 
-__all__ = ["BELADY", "SPLITS", "Oracle", "Row"]
+__all__ = ["BELADY", "CLAIRVOYANT", "SPLITS", "Oracle", "Row"]
 
 Numbers = NDArray[np.int64]
 
 BELADY = "belady"
-SPLITS = ("recorded", "equal", "best")
-"""Where budgets come from: the recorded run, equal slots, or the steepest stack-distance curves first."""
+CLAIRVOYANT = "clairvoyant"
+SPLITS = ("recorded", "equal", "best", CLAIRVOYANT)
+"""Where budgets come from: the recorded run; equal slots; the steepest stack-distance curves first; the
+same, but a cache is made full only where the load to come lets that pay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +135,20 @@ class Oracle:
         cache_rule = self.recording.record.get("cache_rule", {})
         admit = bool(cache_rule.get("admit_newest", True))
         seed = str(cache_rule.get("seed", "selection"))
-        outcomes = []
-        for lane, budgets in zip(self.lanes, self.budgets(split), strict=True):
+
+        def outcome(lane: Lane, budgets: Numbers) -> Outcome:
             if eviction == BELADY:
-                outcomes.append(belady(lane, budgets))
-            else:
-                rule = RULES[eviction]
-                outcomes.append(replay(lane, budgets, rule, self.steps, seed, admit))
+                return belady(lane, budgets)
+            return replay(lane, budgets, RULES[eviction], self.steps, seed, admit)
+
+        foresees = split == CLAIRVOYANT
+        outcomes = []
+        planned = self.budgets("best" if foresees else split)
+        for lane, budgets in zip(self.lanes, planned, strict=True):
+            found = outcome(lane, budgets)
+            if foresees:
+                found = _spared(lane, budgets, found, outcome)
+            outcomes.append(found)
             self._progress()
         return self._sum(eviction, split, outcomes)
 
@@ -157,3 +166,27 @@ class Oracle:
             by_step[lane.at] += outcome.missed * lane.weight
             promoted += outcome.promoted * lane.weight
         return Row(eviction, split, sum(stores), promoted, tuple(stores), by_step)
+
+
+def _spared(
+    lane: Lane, budgets: Numbers, found: Outcome, outcome: Callable[[Lane, Numbers], Outcome]
+) -> Outcome:
+    """The outcome without the promotions that do not pay: a stretch of full residency that begins
+    after the prompt copies all of the history, and who knows when it ends keeps one slot less instead.
+
+    Each stretch is judged by replaying the lane, in order; found: with all of them."""
+    full = budgets >= FULL
+    starts = np.flatnonzero(full[1:] & ~full[:-1]) + 1
+    for start in starts.tolist():
+        after = np.flatnonzero(~full[start:])
+        stop = start + int(after[0]) if after.size else len(budgets)
+        tried = budgets.copy()
+        tried[start:stop] = lane.most - 1
+        without = outcome(lane, tried)
+        if _moved(without) < _moved(found):
+            budgets, found = tried, without
+    return found
+
+
+def _moved(outcome: Outcome) -> int:
+    return int(outcome.missed.sum()) + outcome.promoted

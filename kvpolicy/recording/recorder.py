@@ -1,4 +1,4 @@
-"""Watches an engine and writes what its selectors chose (``Engine.observer``)."""
+"""Watches an engine and writes what its selectors chose (``Engine.observers``)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.request import RequestOutput
 from kvpolicy.engine.scheduler import Batch
+from kvpolicy.errors import UserError
 from kvpolicy.kernels.paging import upload
 from kvpolicy.memory.layout import Layout
 from kvpolicy.memory.tables import SharedTables, StoreTables
@@ -29,7 +30,7 @@ from kvpolicy.recording.layout import (
 )
 from kvpolicy.recording.writer import Lane, RecordingWriter
 
-__all__ = ["Recorder", "header_of"]
+__all__ = ["Recorder", "header_of", "where_selected"]
 
 # Entries kept on the device before they are copied to the host and written: 4 MiB, and one wait for
 # the device in some 100 steps of 16 requests of tiny-dsa.
@@ -54,7 +55,7 @@ def header_of(layout: Layout) -> Header:
     )
 
 
-def _where(tables: SharedTables, layout: Layout) -> list[tuple[StoreTables, int, int]]:
+def where_selected(tables: SharedTables, layout: Layout) -> list[tuple[StoreTables, int, int]]:
     """Of every selector: the tables that hold its last selections, its column there, and its top-k."""
     found = []
     for selector in layout.geometry.selectors:
@@ -68,23 +69,30 @@ class Recorder:
 
     Per step it keeps a copy of what each selector chose for rows that extend a generation, and for the
     last row of a prompt, on the device; per chunk these go to the host. As a context manager it leaves
-    the engine, and drops the file unless it was finished. chunk: entries kept at a time.
+    the engine, and drops the file unless it was finished. chunk: entries kept at a time. UserError for
+    an engine with a drafter: a recording has one row per request and step, and what a position selects
+    does not depend on who drafted it.
     """
 
     def __init__(self, engine: Engine, path: Path, chunk: int = CHUNK_ENTRIES) -> None:
+        if engine.speculator is not None:
+            raise UserError(
+                f"drafter = {engine.speculator.drafter.name!r}: a recording has one row per request and "
+                "step, so it is made without a drafter (selections are the same with and without)"
+            )
         layout = engine.memory.layout
         self.engine = engine
         self.writer = RecordingWriter(path, header_of(layout))
         self._layout = layout
         self._limit = chunk
         self._device = engine.device
-        self._tables = _where(engine.memory.tables, layout)
+        self._tables = where_selected(engine.memory.tables, layout)
         self._origin = engine.clock.now()
         self._seconds: list[float] = []
         self._busy = engine.totals.busy_seconds
         self._requests: dict[int, tuple[int, int]] = {}
         self._start_chunk()
-        engine.observer = self
+        engine.observers.append(self)
 
     def _start_chunk(self) -> None:
         self._steps: list[tuple[int, ...]] = []
@@ -205,8 +213,8 @@ class Recorder:
         return _columns(rows, REQUEST_COLUMNS)
 
     def _leave(self) -> None:
-        if self.engine.observer is self:
-            self.engine.observer = None
+        if self in self.engine.observers:
+            self.engine.observers.remove(self)
 
     def __enter__(self) -> Recorder:
         return self

@@ -152,7 +152,7 @@ def _report(
         waiting_mean=window.mean("waiting"),
         required_bytes_mean=window.mean("required_bytes"),
         optional_bytes_mean=window.mean("optional_bytes"),
-        idle_share=free / (free + used),
+        idle_share=free / max(free + used, 1.0),  # a server may not show its memory
         longest_wait_steps=max((r.waited_steps or 0 for r in arrived), default=None),
         longest_wait_s=max((r.wait or 0.0 for r in arrived), default=None),
         rise_steps=requests.rise_steps,

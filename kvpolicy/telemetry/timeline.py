@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,9 @@ class Timeline:
     def mark(self, phase: Phase, rise: range = range(0)) -> None:
         """The last sample is the first of ``phase``."""
         self.marks.append(Mark(phase, len(self._rows) - 1, rise))
+
+    def __iter__(self) -> Iterator[Mapping[str, float]]:
+        return iter(self._rows)
 
     def __len__(self) -> int:
         return len(self._rows)

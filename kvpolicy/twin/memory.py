@@ -441,6 +441,7 @@ class TwinMemory:
             index_keys=(self.frames.used - self.frames.hot - fixed) * size,
             slot_maps=0,
             pinned=0,
+            rings=0,
             hot_floor=floor * size,
             optional=(self.frames.hot - floor) * size,
             free=self.frames.free * size,

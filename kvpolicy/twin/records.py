@@ -36,7 +36,7 @@ class Window:
 
 
 class WorkLog:
-    """Watches an engine (``Engine.observer``) and cuts its steps into windows.
+    """Watches an engine (``Engine.observers``) and cuts its steps into windows.
 
     All but bytes over the link is known on the host; they are read where a window ends.
     """
@@ -53,7 +53,7 @@ class WorkLog:
         self._layers = [store.store.n_layers for store in layout.stores]
         self._selectors = len(layout.geometry.selectors)
         self._entered: set[int] = set()
-        engine.observer = self
+        engine.observers.append(self)
         self.begin()
 
     def begin(self) -> None:
@@ -82,8 +82,8 @@ class WorkLog:
 
     def leave(self) -> None:
         """Watch no more."""
-        if self._engine.observer is self:
-            self._engine.observer = None
+        if self in self._engine.observers:
+            self._engine.observers.remove(self)
 
     def __call__(self, step: int, batch: Batch, /) -> None:
         work = self._work

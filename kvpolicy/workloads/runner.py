@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from kvpolicy.config import SamplingParams
 from kvpolicy.engine.clock import STEP_SECONDS
@@ -37,10 +38,10 @@ class Runner:
     """One run of a workload on an engine that has nothing to do.
 
     sampling: of every request, but for its length and seed, which are the workload's. every: engine
-    steps between two samples (the engine's control interval). on_step: called after every step.
-    submit: how a request is given to the engine (None: its prompt as it is). contexts: see
-    ``Engine.prepare``. due: by number of the request,
-    when it came, on the engine's clock, where arrivals have times.
+    steps between two samples (the engine's control interval). on_step: called after every step;
+    on_sample: with every sample of the timeline. submit: how a request is given to the engine (None: its
+    prompt as it is). contexts: see ``Engine.prepare``. due: by number of the request, when it came, on the
+    engine's clock, where arrivals have times.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Runner:
         sampling: SamplingParams | None = None,
         every: int | None = None,
         on_step: Callable[[Engine], None] | None = None,
+        on_sample: Callable[[dict[str, Any]], None] | None = None,
         submit: Callable[[Arrival, SamplingParams], RequestHandle] | None = None,
         contexts: Sequence[int] = (),
     ) -> None:
@@ -59,6 +61,7 @@ class Runner:
         self._sampling = sampling or SamplingParams()
         self._every = every or engine.config.control_interval
         self._on_step = on_step or (lambda engine: None)
+        self._on_sample = on_sample or (lambda sample: None)
         self._submit = submit or (lambda arrival, params: engine.submit(arrival.prompt, params))
         self._contexts = contexts
         self.due: dict[int, float] = {}
@@ -137,7 +140,9 @@ class Runner:
         return not self._ahead and (self.workload.closed or self._next is None)
 
     def _sample(self) -> None:
-        self.timeline.add(asdict(self.engine.sample()))
+        sample = asdict(self.engine.sample())
+        self.timeline.add(sample)
+        self._on_sample(sample)
 
     # --- arrivals and time -----------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from drafters import Garbage, Scripted
 from hostile import Hostile
 from hypothesis import strategies as st
 
@@ -83,7 +84,9 @@ class Setting:
     """One way to run the same requests. spare: frames beyond what the largest request needs.
 
     deadlines: of which requests, in steps. floor, chunk, staging, concurrency, interval: as in
-    EngineConfig. gap: steps between two arrivals.
+    EngineConfig. gap: steps between two arrivals. drafter: none, ngram, or one of ours by name: scripted,
+    garbage; draft: its most tokens, its window and its seed. Verification is coupled, under which even
+    sampled tokens must be those without a drafter.
     """
 
     controller: Spec = "hisparse"
@@ -98,6 +101,8 @@ class Setting:
     gap: int = 0
     deadlines: dict[int, int] = field(default_factory=dict)
     events: tuple[Event, ...] = ()
+    drafter: str = "none"
+    draft: tuple[int, int, int] = (4, 9, 0)
 
 
 NAMES = (
@@ -110,6 +115,7 @@ NAMES = (
     "hybrid:watermark=0.4",
 )
 EVICTIONS = (None, "lru", "clock", "fifo", "random")
+DRAFTERS = ("none", "none", "ngram", "scripted", "scripted", "garbage")
 KINDS = ("swap", "swap", "reload", "preempt", "preempt", "preempt", "cancel")
 
 
@@ -152,6 +158,8 @@ def draw_setting(seed: int) -> Setting:
         gap=draw.choice((0, 0, draw.randrange(6))),
         deadlines={draw.randrange(4): draw.randint(1, 90)} if draw.random() < 0.3 else {},
         events=tuple(draw_event(draw) for _ in range(draw.randrange(7))),
+        drafter=draw.choice(DRAFTERS),
+        draft=(draw.randint(1, 7), draw.choice((2, 3, 9, 40)), draw.randrange(99)),
     )
 
 
@@ -165,6 +173,15 @@ class Alone:
     tokens: tuple[int, ...]
     digests: tuple[str, ...]
     reason: str
+
+
+def drafter_of(setting: Setting, alone: dict[int, Alone]) -> Any:
+    """Anew for every run; the scripted one knows the answers."""
+    tokens, window, seed = setting.draft
+    if setting.drafter == "scripted":
+        texts = [[*PROMPTS[which], *own.tokens] for which, own in alone.items()]
+        return Scripted(texts, tokens, window, wrong=2 + seed % 7)
+    return Garbage(seed, tokens) if setting.drafter == "garbage" else setting.drafter
 
 
 def config(setting: Setting, mib: float, values: dict[str, Any]) -> EngineConfig:
@@ -234,6 +251,7 @@ def check(
 ) -> dict[str, Any]:
     """Run the requests of ``alone`` under a setting: AssertionError unless each of their tokens and
     logits is what it is alone, and all memory comes back. Returns the metrics."""
+    values = {"drafter": drafter_of(setting, alone), "verification": "coupled", **values}
     mib = device_mib(model, setting, list(alone), values)
     handles: dict[int, RequestHandle] = {}
     with Engine(config(setting, mib, values), model=model) as engine:
@@ -262,4 +280,6 @@ def check(
         engine.check_integrity()
         metrics = engine.metrics()
         assert metrics["device_kv_bytes_peak"] <= mib * 2**20
+        if setting.drafter in ("ngram", "scripted"):
+            assert metrics["speculation"]["drafter_failures"] == 0
         return metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +28,13 @@ class ForcedModel:
         return getattr(self.model, name)
 
     def forward(self, tokens: Tensor, memory: StepMemory, wanted: Tensor) -> Tensor:
-        logits = self.model.forward(tokens, memory, torch.arange(memory.rows))
+        return self.forward_with_taps(tokens, memory, wanted, ())[0]
+
+    def forward_with_taps(
+        self, tokens: Tensor, memory: StepMemory, wanted: Tensor, taps: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        every = torch.arange(memory.rows)
+        logits, tapped = self.model.forward_with_taps(tokens, memory, every, taps)  # type: ignore[attr-defined]
         following = memory.positions + 1
         known = following < self.text.shape[0]
         targets = self.text[following[known]]
@@ -37,7 +44,7 @@ class ForcedModel:
         forced = torch.full((len(wanted), self.model.vocab), -100.0)
         for i, row in enumerate(wanted.tolist()):
             forced[i, self.text[min(int(following[row]), self.text.shape[0] - 1)]] = 100.0
-        return forced
+        return forced, tapped
 
     def bits_per_byte(self) -> float:
         """Mean over all bytes but the first."""
@@ -45,14 +52,21 @@ class ForcedModel:
 
 
 def decode_text(
-    model: DecodeModel, text: bytes, prompt_bytes: int, controller: str, eviction: str | None = None
+    model: DecodeModel,
+    text: bytes,
+    prompt_bytes: int,
+    controller: str,
+    eviction: str | None = None,
+    drafter: object = "none",
 ) -> tuple[ForcedModel, dict[str, float]]:
-    """Decode ``text`` byte by byte after its first ``prompt_bytes``; the model and the metrics."""
+    """Decode ``text`` after its first ``prompt_bytes``, byte by byte or as far as a drafter guesses it; the
+    model and the metrics."""
     forced = ForcedModel(model, text)
     config = EngineConfig(
         device="cpu",
         controller=controller,
         eviction=eviction,  # type: ignore[arg-type]
+        drafter=drafter,
         max_concurrency=1,
         prefill_chunk=256,
         staging_rows=4096,

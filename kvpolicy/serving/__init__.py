@@ -1,0 +1,1 @@
+"""The HTTP server: an OpenAI-compatible front, and the engine in a process of its own (docs/serving.md)."""

@@ -1,0 +1,321 @@
+"""The process of the engine: takes requests from a socket, steps, and sends back what became of them.
+
+Started by :mod:`kvpolicy.serving.process`. JSON in frames both ways (:mod:`kvpolicy.controllers.wire`):
+nothing that arrives can run code. It ends when the other side hangs up.
+
+Messages that come are ``[what, ...]``: submit, cancel, policy, status. Each frame that goes is one record,
+of which only these keys are sent that have something to say:
+
+    accepted   ids of requests that were queued
+    refused    [id, kind, tier, text] of those that were not
+    tokens     [id, token, id, token, ...] of streamed requests, in order
+    logprobs   [id, logprob, [[token, logprob], ...]] of each such token where asked for
+    ended      [id, reason, record], record: what was asked for besides
+    load       [running, waiting, what keeps the first one waiting]
+    replies    [number, error or null, record] to policy and status
+    sample     the engine's numbers at this moment
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import socket
+import time
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpolicy.config import EngineConfig, SamplingParams
+from kvpolicy.controllers.wire import Channel
+from kvpolicy.engine.engine import Engine
+from kvpolicy.engine.handle import RequestHandle
+from kvpolicy.errors import CapacityError, IntegrityError, UserError, reason
+from kvpolicy.serving.events import EventLog
+
+log = logging.getLogger(__name__)
+
+# Tokens of faster steps share a frame: a frame costs the engine 30 us, and at 2 ms a step a client can
+# not tell. What is urgent (a first token, an end) goes at once.
+FLUSH_SECONDS = 0.004
+# An idle engine looks up this often, to say that it lives.
+IDLE_SECONDS = 0.25
+# With this much unread by the other side the engine waits for it.
+MOST_UNREAD = 4 << 20
+# Messages taken between two steps, so that a flood of them cannot hold up what runs.
+MOST_MESSAGES = 512
+# A frame from the server: a body is at most 1 GiB by its settings.
+MOST_BYTES = 1 << 31
+
+
+def main(descriptor: int) -> None:
+    """Serve over the socket of this number."""
+    # Signals to the group of processes are the server's: it drains, then hangs up.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=descriptor), most_bytes=MOST_BYTES)
+    with contextlib.suppress(EOFError):
+        start = channel.receive()
+        logging.basicConfig(level=start["log_level"], format=start["log_format"])
+        try:
+            engine = Engine(EngineConfig(**start["config"]))
+        except UserError as error:
+            channel.send({"error": str(error)})
+            return
+        with engine:
+            engine.prepare(sampled=True)
+            channel.send({"ready": about(engine)})
+            with EventLog(engine, start["logdir"], start["first_step"]) as events:
+                Worker(engine, channel, events, start["sample_seconds"]).run()
+
+
+def about(engine: Engine) -> dict[str, Any]:
+    """What the server must know of the model, and the run record."""
+    model = engine.model
+    return {
+        "vocab": model.vocab,
+        "bos": model.bos if engine.config.bos else None,
+        "eos": list(model.eos),
+        "max_context": model.geometry.max_context,
+        "record": engine.record(),
+    }
+
+
+class _Live:
+    """A request that has not ended. handle: set once it is queued. stream: its tokens are sent as they
+    come. top: how many of the likeliest tokens go with each, None for no logprobs."""
+
+    handle: RequestHandle
+
+    def __init__(self, worker: Worker, number: int, wants: dict[str, Any]) -> None:
+        self.number = number
+        self.stream: bool = wants["stream"]
+        self.fingerprint: bool = wants["fingerprint"]
+        self.top: int | None = wants["logprobs"]
+        self.logprobs: list[Any] = []  # not sent yet
+        self.cancelled = False
+        self._begun = False
+        self._worker = worker
+
+    def note(self, token: int, row: NDArray[np.float32]) -> None:
+        """Called by the engine with each token. A token more is a microsecond at most: at 64 requests
+        and 2 ms a step that is 3 % already."""
+        if self.top is not None:
+            self.logprobs.append(logprobs_of(row, token, self.top))
+        if self.stream:
+            self._worker.tokens += (self.number, token)
+            if not self._begun:
+                self._begun = self._worker.urgent = True
+
+
+class Worker:
+    """Steps an engine for the other end of a channel, until that hangs up. urgent: what there is to say
+    should go at once."""
+
+    def __init__(
+        self, engine: Engine, channel: Channel, events: EventLog, sample_seconds: float
+    ) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._events = events
+        self._sample_seconds = sample_seconds
+        self.tokens: list[int] = []  # number, token, number, token, ... not sent yet
+        self.urgent = False
+        self._live: dict[int, _Live] = {}
+        self._frame: dict[str, Any] = {}
+        self._finished = 0
+        self._with_logprobs = False
+        self._sent = self._sampled = 0.0
+        self._load: list[Any] = []
+
+    def run(self) -> None:
+        """Until EOFError: the server has closed, or is gone."""
+        while True:
+            self._take()
+            if self._live:
+                worked = self._engine.step()
+                self._collect()
+                if not worked and self._live:
+                    raise IntegrityError(f"{len(self._live)} requests neither run nor wait")
+            self._report()
+
+    # --- messages --------------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        """Act on what has come; without work, wait for it a little."""
+        now = time.perf_counter()
+        message = self._channel.receive(now if self._live else now + IDLE_SECONDS)
+        for _ in range(MOST_MESSAGES):
+            if message is None:
+                return
+            self._act(message)
+            message = self._channel.receive(time.perf_counter())
+        if message is not None:
+            self._act(message)
+
+    def _act(self, message: list[Any]) -> None:
+        match message:
+            case ["submit", number, prompt, params, wants]:
+                self._submit(number, prompt, params, wants)
+            case ["cancel", number]:
+                self._cancel(number)
+            case ["policy", number, settings, origin]:
+                self._reply(number, *self._set_policy(settings, origin))
+            case ["status", number]:
+                self._reply(number, None, self._sample())
+            case _:
+                log.error("a message that is none: %.200r", message)
+
+    def _reply(self, number: int, error: str | None, record: dict[str, Any]) -> None:
+        self._frame.setdefault("replies", []).append([number, error, record])
+        self.urgent = True
+
+    def _submit(
+        self, number: int, prompt: str | list[int], params: dict[str, Any], wants: dict[str, Any]
+    ) -> None:
+        """prompt: bytes as text of their code points, or token ids."""
+        self.urgent = True
+        raw = prompt.encode("latin-1") if isinstance(prompt, str) else prompt
+        live = _Live(self, number, wants)
+        note = live.note if live.stream or live.top is not None else None
+        try:
+            live.handle = self._engine.submit(raw, SamplingParams(**params), on_token=note)
+        except CapacityError as error:
+            refusal = [number, "capacity", error.tier, str(error)]
+            self._frame.setdefault("refused", []).append(refusal)
+        except UserError as error:
+            self._frame.setdefault("refused", []).append([number, "invalid", "", str(error)])
+        else:
+            self._live[number] = live
+            self._with_logprobs |= live.top is not None
+            self._frame.setdefault("accepted", []).append(number)
+
+    def _cancel(self, number: int) -> None:
+        live = self._live.get(number)
+        if live is not None:
+            live.cancelled = True
+            live.handle.cancel()
+            self._end(number, live)
+
+    def _set_policy(
+        self, settings: dict[str, Any], origin: str
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Take over a policy, or say why not: then the old one stays."""
+        config = self._engine.config
+        try:
+            new = EngineConfig(**{**config.model_dump(by_alias=True), **settings})
+            changed = self._engine.reload(new).names
+        except UserError as error:
+            log.warning("%s: the policy stays as it is: %s", origin, error)
+            self._events.note(f"{origin}: refused: {error}")
+            return str(error), {}
+        new_policy = {name: getattr(self._engine.config, name) for name in settings}
+        log.info("%s: policy %s (changed: %s)", origin, new_policy, ", ".join(changed) or "nothing")
+        self._events.note(f"{origin}: {new_policy}")
+        return None, {"changed": list(changed), "step": self._engine.steps}
+
+    # --- results ---------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        """Note what has ended."""
+        finished = self._engine.totals.finished
+        if finished == self._finished:
+            return
+        self._finished = finished
+        for number, live in list(self._live.items()):
+            if live.handle.done:
+                self._end(number, live)
+
+    def _end(self, number: int, live: _Live) -> None:
+        del self._live[number]
+        output = live.handle.output()
+        why = output.finish_reason
+        if why == "cancelled" and not live.cancelled:
+            why = "deadline"
+        latencies = output.latencies
+        record: dict[str, Any] = {
+            "count": len(output.tokens),
+            "ttft": latencies.ttft,
+            "tpot": latencies.tpot,
+        }
+        if not live.stream:
+            record["tokens"] = output.tokens
+        if live.fingerprint:
+            record["logits_sha256"] = output.logits_sha256
+        if live.logprobs:
+            self._send_logprobs(number, live)
+        self._frame.setdefault("ended", []).append([number, why, record])
+        self.urgent = True
+
+    def _send_logprobs(self, number: int, live: _Live) -> None:
+        rows = self._frame.setdefault("logprobs", [])
+        rows += ([number, *row] for row in live.logprobs)
+        live.logprobs.clear()
+
+    def _report(self) -> None:
+        """Send what there is to say, if it is urgent or has waited for a moment."""
+        now = time.perf_counter()
+        frame = self._frame
+        if now - self._sampled >= self._sample_seconds:
+            frame["sample"] = self._sample()
+            self._events.add(frame["sample"])
+            self._sampled = now
+        elif not self.urgent and not (self.tokens and now - self._sent >= FLUSH_SECONDS):
+            return
+        if self._with_logprobs:
+            for number, live in self._live.items():
+                if live.logprobs and live.stream:
+                    self._send_logprobs(number, live)
+        if self.tokens:
+            frame["tokens"], self.tokens = self.tokens, []
+        scheduler, binding = self._engine.scheduler, self._engine.residents.binding
+        load = [len(scheduler.running), len(scheduler.waiting), binding]
+        if load != self._load:
+            frame["load"] = self._load = load
+        self._frame, self.urgent, self._sent = {}, False, now
+        unread = self._channel.unsent > MOST_UNREAD
+        self._channel.send(frame, None if unread else now)
+
+    def _sample(self) -> dict[str, Any]:
+        """The engine's numbers, ready for JSON."""
+        engine = self._engine
+        memory, control, totals = engine.memory, engine.control, engine.totals
+        sample = asdict(engine.sample())
+        usage = memory.usage()
+        return {
+            **sample,
+            **{f"memory_{name}_bytes": value for name, value in asdict(usage).items()},
+            "device_to_host_bytes": memory.counters.device_to_host_bytes,
+            "release_steps": memory.counters.release_steps,
+            "request_waves": memory.counters.request_waves,
+            "shortages": memory.counters.shortages,
+            "decisions": control.decisions,
+            "projections": control.projections,
+            "fallbacks": control.fallbacks,
+            "expired": totals.expired,
+            "deferred": dict(totals.deferred),
+            "reduced_admissions": totals.reduced_admissions,
+            "binding": engine.residents.binding,
+        }
+
+
+def logprobs_of(row: NDArray[np.float32], token: int, top: int) -> list[Any]:
+    """Natural log of the model's probability of a token, and the ``top`` likeliest tokens with theirs
+    (ties to the lowest id). row: float32 [vocab], finite; before temperature and top-p."""
+    logits = row.astype(np.float64)
+    logits -= logits.max()
+    logits -= np.log(np.exp(logits).sum())
+    best = np.argsort(-logits, kind="stable")[:top]
+    return [float(logits[token]), [[int(i), float(logits[i])] for i in best]]
+
+
+def run(descriptor: int) -> None:
+    """As :func:`main`, with what ends it in the log."""
+    try:
+        main(descriptor)
+    except Exception as error:
+        log.exception("the engine's process ends: %s", reason(error))
+        raise SystemExit(1) from None
