@@ -44,6 +44,10 @@ class _Frames:
         self.hot += count if hot else 0
         self.peak = max(self.peak, self.used)
 
+    def held_for(self, kind: str) -> int:
+        """Frames of hot rows; of other kinds nothing is known apart."""
+        return self.hot if kind == "hot" else 0
+
     def give(self, count: int, hot: bool = False) -> None:
         """Give frames back."""
         self.take(-count, hot)
