@@ -40,7 +40,7 @@ COMMANDS = {
 
 LATER = (
     *("check", "dashboard"),
-    *("train", "evaluate", "export", "leaderboard", "serve", "load"),
+    *("serve", "load"),
 )
 """Names that are kept for commands of a later version."""
 
