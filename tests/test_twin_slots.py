@@ -33,7 +33,7 @@ def wanted_by(random: np.random.Generator, step: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_pool_equals_single_caches(rule: str, seed: int) -> None:
     random = np.random.default_rng(seed)
     pool, caches = both(rule)
@@ -49,6 +49,10 @@ def test_pool_equals_single_caches(rule: str, seed: int) -> None:
                 cache.leave_full(cache.capacity, kept, kept[::2])
                 pool.leave_full(lane, int(pool.capacity[lane]), kept, kept[::2])
         lanes = np.flatnonzero(random.random(LANES) < 0.8)
+        if step % 40 == 39:  # nobody has a slot
+            for lane, cache in enumerate(caches):
+                cache.resize(0)
+                pool.resize(lane, 0)
         each = wanted_by(random, step)
         padded = np.full((lanes.size, K), ENTRIES)
         for row, lane in zip(padded, lanes, strict=True):

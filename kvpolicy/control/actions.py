@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -308,13 +309,13 @@ def spread(observation: Observation, retained: float, reserve: float, skew: floa
     if not o.requests or not o.stores:
         return Plan(reserve_bytes=plan_reserve)
     sizes = [store.record_bytes for store in o.stores]
-    needs: list[float] = []
-    for r in o.requests:
-        now, most = r.rows_now or r.max_rows, r.max_rows
-        total = 0
-        for n, m, size in zip(now, most, sizes, strict=True):
-            total += min(n + MARGIN, m) * size
-        needs.append(total)
+    shape = (len(o.requests), len(sizes))
+    count = shape[0] * shape[1]
+    rows_now = chain.from_iterable([r.rows_now or r.max_rows for r in o.requests])
+    now = np.fromiter(rows_now, dtype=np.int64, count=count).reshape(shape)
+    most_rows = chain.from_iterable([r.max_rows for r in o.requests])
+    most = np.fromiter(most_rows, dtype=np.int64, count=count).reshape(shape)
+    needs: list[float] = (np.minimum(now + MARGIN, most) @ np.array(sizes)).tolist()
     level = _level(needs, room)
     weights = _weights(o, skew)
     unit = sum([w * size for w, size in zip(weights, sizes, strict=True)])

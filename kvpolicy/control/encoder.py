@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -121,28 +122,27 @@ class _Seen:
         self.decoding = sum([r.decoding for r in requests])
         self.fetched = sum([r.fetched_rows for r in requests])
         self.unique = sum([r.unique_rows for r in requests])
-        sizes = [s.record_bytes for s in o.stores]
-        self.full_bytes = self.resident_bytes = 0.0
-        self.full = 0
-        self.room: list[list[int]] = []
-        self.now: list[tuple[int, ...]] = []
-        for r in requests:
-            now = r.rows_now or r.max_rows
-            room = [n if b >= m or b > n else b for b, n, m in zip(r.budget, now, r.max_rows)]  # noqa: B905
-            self.full += sum([b >= m for b, m in zip(r.budget, r.max_rows)])  # noqa: B905
-            self.full_bytes += sum([n * size for n, size in zip(now, sizes)])  # noqa: B905
-            self.resident_bytes += sum([n * size for n, size in zip(room, sizes)])  # noqa: B905
-            self.room.append(room)
-            self.now.append(now)
+        shape = (self.count, len(o.stores))
+        most = _table([r.max_rows for r in requests], shape)
+        held = _table([r.budget for r in requests], shape)
+        self.now = now = _table([r.rows_now or r.max_rows for r in requests], shape)
+        full = held >= most
+        self.full = int(np.count_nonzero(full))
+        self.room = np.where(full, now, np.minimum(held, now))
+        sizes = np.array([s.record_bytes for s in o.stores], dtype=np.float64)
+        self.full_bytes = float((now @ sizes).sum())
+        self.resident_bytes = float((self.room @ sizes).sum())
+        longest = np.maximum(most[:, 0], 1) if shape[1] else np.ones(self.count)
+        done = now[:, 0] / longest if shape[1] else longest
+        self.left = np.maximum(0.0, 1.0 - done)
 
     def mean(self, total: float) -> float:
         return total / self.count if self.count else 0.0
 
-    def left(self, number: int) -> float:
-        """Share of a request's final length that is still to come."""
-        most = self.o.requests[number].max_rows
-        now = self.now[number]
-        return max(0.0, 1.0 - now[0] / most[0]) if most and most[0] else 0.0
+
+def _table(rows: list[tuple[int, ...]], shape: tuple[int, int]) -> NDArray[np.int64]:
+    flat = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=shape[0] * shape[1])
+    return flat.reshape(shape)
 
 
 def _share(part: float, whole: float) -> float:
@@ -206,7 +206,7 @@ def _acceptance(seen: _Seen) -> list[float]:
 
 def _context(seen: _Seen) -> list[float]:
     requests = seen.o.requests
-    left = sum([seen.left(i) for i in range(seen.count)])
+    left = float(seen.left.sum())
     return [
         log(seen.mean(sum(seen.contexts)), 1 << 20),
         log(max(seen.contexts, default=0), 1 << 20),
@@ -233,8 +233,7 @@ def _stores(seen: _Seen, count: int) -> list[float]:
         raise UserError(f"an observation of {len(o.stores)} stores: the encoder has {count}")
     out: list[float] = []
     for number, store in enumerate(o.stores):
-        room = float(sum([rows[number] for rows in seen.room]))
-        now = float(sum([rows[number] for rows in seen.now]))
+        room, now = float(seen.room[:, number].sum()), float(seen.now[:, number].sum())
         budget = seen.mean(room)
         curve = o.curves[number] if number < len(o.curves) else MissCurve()
         misses = float(np.interp(budget, curve.rows, curve.misses)) if curve.rows else 0.0
@@ -248,13 +247,14 @@ def _stores(seen: _Seen, count: int) -> list[float]:
 
 def _requests(seen: _Seen, count: int) -> list[float]:
     out: list[float] = []
+    room, now = seen.room.sum(axis=1).tolist(), seen.now.sum(axis=1).tolist()
     for number, request in enumerate(seen.o.requests[:count]):
         out += [
             1.0,
             log(request.context, 1 << 20),
-            _share(sum(seen.room[number]), sum(seen.now[number])),
+            _share(room[number], now[number]),
             min(1.0, request.miss_rate),
-            seen.left(number),
+            float(seen.left[number]),
             float(request.decoding),
         ]
     return out + [0.0] * (len(PER_REQUEST) * (count - min(count, seen.count)))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from operator import attrgetter, mul
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,8 @@ class Work:
 
     def values(self) -> tuple[float, ...]:
         """In the order of :data:`TERMS`."""
-        return tuple(getattr(self, name) for name in TERMS)
-
-    def add(self, other: Work) -> None:
-        """Count what another did besides."""
-        for name in TERMS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        found: tuple[float, ...] = _VALUES(self)
+        return found
 
     def since(self, earlier: Work) -> Work:
         """What was done after ``earlier``."""
@@ -56,6 +53,7 @@ class Work:
 
 
 TERMS = tuple(Work.__dataclass_fields__)
+_VALUES = attrgetter(*TERMS)
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,10 @@ class CostModel:
     name: str
     seconds: Mapping[str, float]
     source: Mapping[str, Any] = field(default_factory=dict)
+    _each: tuple[float, ...] = field(default=(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_each", tuple(float(self.seconds.get(t, 0.0)) for t in TERMS))
         for term, value in self.seconds.items():
             if term not in TERMS or not isinstance(value, (int, float)) or not 0 <= value < 1e6:
                 raise UserError(
@@ -79,12 +79,16 @@ class CostModel:
 
     def time(self, work: Work) -> float:
         """Seconds that the work takes."""
-        return sum(each * getattr(work, term) for term, each in self.seconds.items())
+        return sum(map(mul, self._each, work.values()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {"name": self.name, "seconds": dict(self.seconds), "source": dict(self.source)}
 
     def write(self, path: Path) -> None:
         """As JSON. UserError if it cannot be written."""
         try:
-            path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+            path.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
         except OSError as error:
             raise UserError(f"{str(path)!r}: {error.strerror or error}") from None
 

@@ -156,7 +156,6 @@ class TwinEngine:
         self.totals = Metrics()
         self.residents = Residents(self._memory, self.scheduler, self.control, self.totals)
         self.requests: dict[int, Request] = {}
-        self.work = Work()
         self._layers = sum(s.store.n_layers for s in layout.stores)
         self._selectors = len(layout.geometry.selectors)
         self._next_id = self._first = first
@@ -287,7 +286,6 @@ class TwinEngine:
         work = self.last_work
         seconds = self.cost.time(work)
         self.clock.seconds += seconds
-        self.work.add(work)
         now = self.clock.now()
         for request in batch.decode:
             self._give(request, now)

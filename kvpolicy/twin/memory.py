@@ -370,10 +370,13 @@ class TwinMemory:
         for own, columns in self._waves:
             wanted = chosen[:, columns] if len(columns) < chosen.shape[1] else chosen
             units = (committed[:, None] // self._per[own])[:, :, None]
-            known = (wanted < units) & (wanted >= 0)
-            valid = np.count_nonzero(known, axis=2)
-            if valid.min() < wanted.shape[2]:
-                wanted = np.where(known, wanted, padding)
+            if self.streams.context is None:
+                known = (wanted < units) & (wanted >= 0)
+                valid = np.count_nonzero(known, axis=2)
+                if valid.min() < wanted.shape[2]:
+                    wanted = np.where(known, wanted, padding)
+            else:  # all of a stretched row lies within the context
+                valid = np.full(wanted.shape[:2], wanted.shape[2])
             lanes = (seats[:, None] * stores + own).ravel()
             mapped = np.flatnonzero(~self.full[lanes])
             if mapped.size:

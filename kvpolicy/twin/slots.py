@@ -27,7 +27,9 @@ Ints = NDArray[np.integer[Any]]
 
 # Slots looked at from the hand before a whole cache is: the hand of CLOCK passes between a third of a
 # cache and all of it, some hundred slots at 2 x top-k rows of 128.
-WINDOW = 192
+WINDOW = 256
+# A key of LRU is a stamp above so many bits of slot; NEVER is none.
+SLOT_BITS, NEVER = 28, np.int64(1 << 62)
 
 
 class SlotPool:
@@ -44,7 +46,7 @@ class SlotPool:
         self._width, self._depth = entries + 1, slots + 1
         self._slot_of = np.full(lanes * self._width, ABSENT, dtype=np.int32)
         self._slot_of[entries :: self._width] = slots
-        self._entry_of = np.zeros(lanes * self._depth, dtype=np.int32)
+        self._entry_of = np.full(lanes * self._depth, entries, dtype=np.int32)
         self._stamp = np.zeros(lanes * self._depth, dtype=np.int32)
         self.capacity = np.zeros(lanes, dtype=np.int64)
         self.used = np.zeros(lanes, dtype=np.int64)
@@ -58,31 +60,21 @@ class SlotPool:
         """Look up, touch, admit what is missing. lanes: int64 [n], distinct; wanted: int [n, k], distinct
         entries of each, padded; due: [n], whose hits are stamped even where nothing misses. Returns how
         many were missing: int64 [n]."""
-        base = lanes * self._width
-        found = self._slot_of.take(base[:, None] + wanted)
+        found = self._slot_of.take((lanes * self._width)[:, None] + wanted)
         absent = found < 0
         missed = np.count_nonzero(absent, axis=1)
-        placing = np.flatnonzero((missed > 0) & (self.capacity[lanes] > 0))
-        touched = (due | (missed > 0)) & (self.capacity[lanes] > 0)
-        keep: Ints | None = None
+        open_ = self.capacity[lanes] > 0
         if self.rule.touch:
-            rows = np.flatnonzero(touched)
-            at = (lanes[rows] * self._depth)[:, None] + found[rows]
-            hits = found[rows] >= 0
-            self._stamp[at[hits]] = 2 * step + 1
-        else:
-            keep = found
-        if placing.size:
-            which, column = np.nonzero(absent[placing])
-            new = wanted[placing][which, column]
-            self._bring_in(
-                lanes[placing],
-                missed[placing],
-                new,
-                step,
-                None if keep is None else keep[placing],
-                True,
-            )
+            # What is absent counts as in the slot of padding, whose stamp nobody reads.
+            slot = np.minimum(found.view(np.uint32), self.slots)
+            touched = open_ & (due | (missed > 0))
+            at = (lanes * self._depth)[:, None] + slot
+            self._stamp[at if touched.all() else at[touched]] = 2 * step + 1
+        placing = missed if open_.all() else np.where(open_, missed, 0)
+        if placing.any():
+            index = np.flatnonzero(absent if open_.all() else absent & open_[:, None])
+            keep = None if self.rule.touch else found
+            self._bring_in(lanes, placing, wanted.ravel()[index], step, keep, True)
         return missed
 
     def offer(self, lanes: Ints, entries: Ints, step: int, evict: bool = True) -> None:
@@ -105,30 +97,61 @@ class SlotPool:
         """Place ``counts[i]`` entries (``new``, lane by lane) in free slots, then in victims' slots."""
         used = self.used[lanes]
         free = np.minimum(counts, self.capacity[lanes] - used)
-        need = counts - free
-        starts = np.cumsum(counts) - counts
-        rank = np.arange(new.size) - np.repeat(starts, counts)
-        owner = np.repeat(np.arange(lanes.size), counts)
-        slot = used[owner] + rank
-        placed = rank < free[owner]
-        if evict and need.any():
-            short = np.flatnonzero(need)
-            taken, own = self._victims(lanes[short], need[short], step, keep, short, resolving)
-            # Victim j of a lane takes the lane's entry behind those that found free slots.
-            first = np.cumsum(np.bincount(own, minlength=short.size))
-            first = first - np.bincount(own, minlength=short.size)
-            place = np.arange(taken.size) - first[own]
-            at = starts[short[own]] + free[short[own]] + place
-            slot[at] = taken
-            placed[at] = True
-            depth = lanes[short[own]] * self._depth + taken
-            self._slot_of[lanes[short[own]] * self._width + self._entry_of[depth]] = ABSENT
+        if evict and not free.any():
+            taken, own = self._victims(lanes, counts, step, keep, np.arange(lanes.size), resolving)
+            if taken.size == new.size:  # nothing was free, and everything found a victim
+                self._replace(lanes[own], taken, new, step)
+                return
+            placed, slot, owner = self._in_victims(taken, own, counts, new.size)
+        else:
+            placed, slot, owner = self._in_free(
+                lanes, counts, free, used, step, keep, resolving, evict
+            )
         self.used[lanes] = used + free
         if not placed.all():
             owner, slot, new = owner[placed], slot[placed], new[placed]
-        lane = lanes[owner]
-        self._slot_of[lane * self._width + new] = slot
+        self._replace(lanes[owner], slot, new, step)
+
+    def _in_victims(
+        self, taken: Ints, own: Ints, counts: Ints, size: int
+    ) -> tuple[NDArray[np.bool_], Ints, Ints]:
+        """Where ``size`` entries go if only the first of each lane found a victim."""
+        found = np.bincount(own, minlength=counts.size)
+        starts = np.cumsum(counts) - counts
+        at = starts[own] + np.arange(taken.size) - (np.cumsum(found) - found)[own]
+        placed, slot = np.zeros(size, dtype=bool), np.zeros(size, dtype=np.int64)
+        placed[at], slot[at] = True, taken
+        return placed, slot, np.repeat(np.arange(counts.size), counts)
+
+    def _in_free(
+        self, lanes: Ints, counts: Ints, free: Ints, used: Ints, step: int, keep: Ints | None,
+        resolving: bool, evict: bool,
+    ) -> tuple[NDArray[np.bool_], Ints, Ints]:  # fmt: skip
+        """Which entries find a slot, and where: free ones first, then victims."""
+        need = counts - free
+        starts = np.cumsum(counts) - counts
+        owner = np.repeat(np.arange(lanes.size), counts)
+        rank = np.arange(owner.size) - starts[owner]
+        slot = used[owner] + rank
+        placed = rank < free[owner]
+        short = np.flatnonzero(need)
+        if evict and short.size:
+            taken, own = self._victims(lanes[short], need[short], step, keep, short, resolving)
+            # Victim j of a lane takes the lane's entry behind those that found free slots.
+            found = np.bincount(own, minlength=short.size)
+            place = np.arange(taken.size) - (np.cumsum(found) - found)[own]
+            at = starts[short[own]] + free[short[own]] + place
+            slot[at], placed[at] = taken, True
+        return placed, slot, owner
+
+    def _replace(self, lane: Ints, slot: Ints, new: Ints, step: int) -> None:
+        """Entries into slots; who was in a taken one is not held any more."""
         depth = lane * self._depth + slot
+        width = lane * self._width
+        # A free slot has the padding entry, whose place in the map is put right again.
+        self._slot_of[width + self._entry_of[depth]] = ABSENT
+        self._slot_of[width + self.entries] = self.slots
+        self._slot_of[width + new] = slot
         self._entry_of[depth] = new
         self._stamp[depth] = 2 * step
 
@@ -136,9 +159,16 @@ class SlotPool:
         self, lanes: Ints, counts: Ints, step: int, keep: Ints | None, rows: Ints, resolving: bool
     ) -> tuple[Ints, Ints]:
         """Slots that give way, and which of ``lanes`` each is of, lane by lane in the rule's order."""
+        some = counts > 0
+        if not some.all():
+            lanes, counts, rows = lanes[some], counts[some], rows[some]
+            taken, own = self._victims(lanes, counts, step, keep, rows, resolving)
+            return taken, np.flatnonzero(some)[own]
         self.draws[lanes] += 1
         if self.rule.key is None:
             return self._swept(lanes, counts, step, resolving)
+        if self.rule.name == "lru":
+            return self._oldest(lanes, counts, step, resolving)
         slots, owners = [], []
         for i, (lane, count) in enumerate(zip(lanes.tolist(), counts.tolist(), strict=True)):
             used = int(self.used[lane])
@@ -162,6 +192,29 @@ class SlotPool:
             owners.append(np.full(taken.size, i))
         return np.concatenate(slots), np.concatenate(owners)
 
+    def _oldest(self, lanes: Ints, counts: Ints, step: int, resolving: bool) -> tuple[Ints, Ints]:
+        """LRU's victims: the lowest (stamp, slot) of each lane, given out by slot."""
+        width, most = int(self.used[lanes].max()), int(counts.max())
+        slot = np.arange(width)
+        stamp = self._stamp.take((lanes * self._depth)[:, None] + slot)
+        outside = slot >= self.used[lanes][:, None]
+        if resolving:
+            outside |= stamp == 2 * step + 1
+        keys = (stamp.astype(np.int64) << SLOT_BITS) + slot
+        keys[outside] = NEVER
+        if most < width:
+            keys = np.partition(keys, most - 1, axis=1)[:, :most]
+        keys.sort(axis=1)
+        taken = (np.arange(keys.shape[1]) < counts[:, None]) & (keys != NEVER)
+        got = np.count_nonzero(taken, axis=1)
+        some = np.flatnonzero(got)
+        last = keys[some, got[some] - 1] & ((1 << SLOT_BITS) - 1)
+        self.hand[lanes[some]] = (last + 1) % self.capacity[lanes[some]]
+        keys = np.where(taken, keys & ((1 << SLOT_BITS) - 1), NEVER)
+        keys.sort(axis=1)
+        flat = keys.ravel()[np.flatnonzero(keys != NEVER)]
+        return flat, np.repeat(np.arange(lanes.size), got)
+
     # --- the CLOCK sweep ---------------------------------------------------------------------------
 
     def _swept(self, lanes: Ints, counts: Ints, step: int, resolving: bool) -> tuple[Ints, Ints]:
@@ -183,19 +236,17 @@ class SlotPool:
         self, lanes: Ints, step: int, resolving: bool, width: int
     ) -> tuple[Ints, NDArray[np.bool_], Ints]:
         """The ``width`` slots from each hand: which they are, which may go, steps since their last use."""
-        capacity = self.capacity[lanes][:, None]
+        capacity = self.capacity[lanes].astype(np.int32)
+        used = self.used[lanes]
         ahead = np.arange(width, dtype=np.int32)
         slot = self.hand[lanes].astype(np.int32)[:, None] + ahead
-        wrap = slot >= capacity
-        np.subtract(slot, capacity.astype(np.int32), out=slot, where=wrap)
-        inside = slot < self.used[lanes].astype(np.int32)[:, None]
-        if width > int(capacity.min()):
-            inside &= ahead < capacity
-        np.minimum(slot, self.slots, out=slot)
-        np.maximum(slot, 0, out=slot)
+        slot -= (slot >= capacity[:, None]) * capacity[:, None]
         stamp = self._stamp.take((lanes * self._depth)[:, None] + slot)
-        if resolving:
-            inside &= stamp != 2 * step + 1
+        inside = stamp != 2 * step + 1 if resolving else np.ones(slot.shape, dtype=bool)
+        if (used < self.capacity[lanes]).any():
+            inside &= slot < used.astype(np.int32)[:, None]
+        if width > int(capacity.min()):
+            inside &= ahead < capacity[:, None]
         return slot, inside, step - (stamp >> 1)
 
     def _window(
@@ -270,12 +321,18 @@ class SlotPool:
 
     def clear(self, lane: int) -> None:
         """No slots, nothing held."""
-        self._slot_of[lane * self._width + self.held(lane)] = ABSENT
+        self._forget(lane)
         self.capacity[lane] = self.used[lane] = self.hand[lane] = 0
+
+    def _forget(self, lane: int) -> None:
+        """Nothing is held."""
+        base, used = lane * self._depth, int(self.used[lane])
+        self._slot_of[lane * self._width + self.held(lane)] = ABSENT
+        self._entry_of[base : base + used] = self.entries
 
     def fill(self, lane: int, entries: Ints, stamp: int | Ints) -> None:
         """The content anew: these entries (distinct, at most its capacity) in the first slots."""
-        self._slot_of[lane * self._width + self.held(lane)] = ABSENT
+        self._forget(lane)
         self.used[lane] = entries.size
         self._put(lane, entries, np.arange(entries.size), stamp)
 
@@ -314,6 +371,7 @@ class SlotPool:
         movers = np.sort(keep[keep >= rows])
         targets = np.flatnonzero(~occupied[:rows])[: movers.size]
         self._put(lane, entry[movers], targets, stamp[movers])
+        self._entry_of[base + rows : base + used] = self.entries
         self.capacity[lane], self.used[lane] = rows, min(used, rows)
         self.hand[lane] = int(self.hand[lane]) % rows if rows else 0
 

@@ -48,7 +48,7 @@ class Assigned:
 
 
 class Streams:
-    """All selections of a recording, unpacked, as int32 [rows, selectors, most topk] of units.
+    """All selections of a recording, unpacked, as int64 [rows, selectors, most topk] of units.
 
     context: None for requests as they were recorded; else entries that every decoding row sees at
     least, over which selections are stretched. padding: the unit that stands for nothing. unit: entries
@@ -84,7 +84,7 @@ class Streams:
             self.streams.append(Stream(base, len(own[0]) - 1, first + 1))
             base += len(own[0])
         widest = max(s.topk for s in recorded)
-        self.table = np.full((base, len(sources), widest), -1, dtype=np.int32)
+        self.table = np.full((base, len(sources), widest), -1, dtype=np.int64)
         for stream, own in zip(self.streams, chosen, strict=True):
             for selector, each in enumerate(own):
                 end = stream.base + len(each)

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -89,11 +90,20 @@ SHIPPED: Mapping[str, Shipped] = {
 """Traces inside the package; data/NOTICE has sources and licences."""
 
 
+@cache
+def _shipped(name: str) -> Trace:
+    """Read once: environments draw thousands of episodes of one trace."""
+    packed = files("kvpolicy.workloads").joinpath("data", SHIPPED[name].file).read_bytes()
+    trace = read_trace(packed, name)
+    for column in (trace.times, trace.inputs, trace.outputs):
+        column.setflags(write=False)
+    return trace
+
+
 def load_trace(name: str) -> Trace:
     """A shipped trace by name, or one from a file in any known format. UserError otherwise."""
     if name in SHIPPED:
-        packed = files("kvpolicy.workloads").joinpath("data", SHIPPED[name].file).read_bytes()
-        return read_trace(packed, name)
+        return _shipped(name)
     path = Path(name).expanduser()
     if not path.exists() and not path.suffix and "/" not in name:
         raise unknown_name("trace", name, [*SHIPPED, "PATH"])
