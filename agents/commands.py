@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpolicy.cli.output import check_output, emit_json, warn, write_atomic, write_text
+from kvpolicy.cli.output import check_output, emit_json, shown, table, warn, write_atomic, write_text
 from kvpolicy.config import parse_override
 from kvpolicy.errors import UserError
 
-__all__ = ["export_command", "train_command"]
+if TYPE_CHECKING:
+    from kvpolicy.agents.judging import Row
 
+__all__ = ["evaluate_command", "export_command", "leaderboard_command", "train_command"]
+
+CONTROLLERS = ("resident", "hisparse", "hybrid", "adaptive", "learned", "random")
+RIVALS = ("resident", "hisparse", "hybrid")
 REPLAY = "kvpolicy/ResidencyReplay-v0"
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
@@ -51,7 +57,7 @@ def train_command(
 
     Writes best.zip (of the validation episodes), last.zip, checkpoints and TensorBoard's events.
     """
-    from kvpolicy.agents.settings import override, read_settings, settings_of
+    from kvpolicy.agents.settings import override, read_settings
     from kvpolicy.agents.training import last_model, train
 
     chosen = config or Path(__file__).parent / "configs" / "quick.yaml"
@@ -77,7 +83,6 @@ def train_command(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output {str(folder)!r}: {error.strerror or error}") from None
-    del settings_of
     done = train(settings, folder, seed, saved, (lambda line: None) if as_json else warn)
     document: dict[str, Any] = {
         "folder": str(folder),
@@ -116,3 +121,131 @@ def export_command(
             f"{output}: {len(content):,} bytes, {spec.algorithm}, {spec.action.name}, sha256 {spec.sha256[:12]}\n"
             f"next: kvpolicy run --controller learned:path={output}\n"
         )
+
+
+def evaluate_command(
+    controller: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--controller",
+            metavar="SPEC",
+            help=f"May be given several times (default: {', '.join(CONTROLLERS)}).",
+        ),
+    ] = None,
+    scenario: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--scenario",
+            metavar="NAME",
+            help="A registered scenario. May be given several times (default: load-step).",
+        ),
+    ] = None,
+    split: Annotated[str, typer.Option("--split", help="train, validation or test.")] = "test",
+    episodes: Annotated[
+        int, typer.Option("--episodes", min=1, help="Loads of each scenario, seeds 0 to N-1.")
+    ] = 5,
+    live: Annotated[
+        bool, typer.Option("--live", help="On the engine of this machine instead of the twin.")
+    ] = False,
+    board: Annotated[
+        Path | None,
+        typer.Option("--leaderboard", metavar="FILE", help="Add the rows to this file."),
+    ] = None,
+    as_json: Json = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Write the JSON to a file too.")
+    ] = None,
+) -> None:
+    """Judge controllers on held-out loads, by the metric of the reward: goodput over the baseline's.
+
+    Without --live on the deterministic twin: times are those of its cost model.
+    """
+    for path, option in ((output, "--output"), (board, "--leaderboard")):
+        check_output(path, option)
+    from kvpolicy.agents.judging import judge
+    from kvpolicy.agents.leaderboard import add_rows, read_board
+
+    if board is not None and board.exists():
+        read_board(board)  # a file of another kind is refused before any work
+    rows = judge(
+        list(dict.fromkeys(controller or CONTROLLERS)),
+        list(dict.fromkeys(scenario or ["load-step"])),
+        split,
+        range(episodes),
+        live,
+        (lambda line: None) if as_json else warn,
+    )
+    if board is not None:
+        add_rows(board, rows)
+    emit_json({"rows": [row.to_dict() for row in rows]}, as_json, output)
+    if not as_json:
+        write_text(_report(rows))
+
+
+def leaderboard_command(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="Of 'kvpolicy evaluate'.")] = Path(
+        "leaderboard.json"
+    ),
+    verify_rows: Annotated[
+        bool, typer.Option("--verify", help="Play the episodes again and compare.")
+    ] = False,
+    episodes: Annotated[
+        int, typer.Option("--episodes", min=1, help="At most so many of each row, with --verify.")
+    ] = 1000,
+    as_json: Json = False,
+) -> None:
+    """Show a leaderboard, or check it: exit code 1 if any score is not what it says."""
+    from kvpolicy.agents.leaderboard import read_board, verify
+
+    rows = read_board(path)
+    say = (lambda line: None) if as_json else warn
+    wrong = [line for row in rows for line in verify(row, episodes, say)] if verify_rows else []
+    document = {"rows": [row.to_dict() for row in rows], "verified": verify_rows, "wrong": wrong}
+    emit_json(document, as_json, None)
+    if not as_json:
+        write_text(_report(rows))
+        for line in wrong:
+            warn(line)
+        if verify_rows and not wrong:
+            write_text(f"verified: {len(rows)} rows\n")
+    if wrong:
+        raise typer.Exit(1)
+
+
+def _report(rows: Sequence[Row]) -> str:
+    """A table of each scenario, the best first. Wins are against the best of RIVALS there."""
+    from kvpolicy.agents.judging import win_rate
+
+    out = []
+    for name, split in dict.fromkeys((row.scenario, row.split) for row in rows):
+        here = [row for row in rows if (row.scenario, row.split) == (name, split)]
+        here.sort(key=lambda row: -row.mean)
+        rival = next((row for row in here if row.controller in RIVALS), None)
+        lines = []
+        for row in here:
+            played = row.episodes
+            mean = lambda key: sum(getattr(p, key) for p in played) / len(played)  # noqa: E731, B023
+            worst = lambda key: max([v for p in played if (v := getattr(p, key)) is not None], default=None)  # noqa: B023, E731, E501  # fmt: skip
+            lines.append(
+                [
+                    row.controller,
+                    f"{row.mean:.4f}",
+                    f"{row.low:.4f} to {row.high:.4f}",
+                    "-" if rival in (None, row) else f"{win_rate(row, rival):.0%}",  # type: ignore[arg-type]
+                    shown(mean("goodput"), "{:,.0f}"),
+                    shown(mean("miss_rate"), "{:.1%}"),
+                    shown(mean("link_bytes"), "{:,.1f}", 1e9),
+                    shown(worst("ttft_ms"), "{:,.0f}"),
+                    shown(worst("tpot_ms"), "{:,.1f}"),
+                    f"{max(p.decision_us[0] for p in played):,.0f} / {max(p.decision_us[1] for p in played):,.0f}",
+                    f"{sum(p.fallbacks for p in played):,}",
+                ]
+            )
+        out.append(
+            f"{name} ({split}, {'live' if here[0].live else 'replayed, cost ' + here[0].cost}, "
+            f"{len(here[0].episodes)} episodes); wins against {rival.controller if rival else 'nobody'}\n"
+        )
+        headings = ["controller", "score", "95 % of the mean", "wins", "goodput", "misses", "GB", "TTFT p99",
+                    "TPOT p99", "decide us p50 / p99", "fallbacks"]  # fmt: skip
+        out.append(table(headings, lines))
+    return "\n".join(out)
