@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.evaluation import evaluate_policy
-from stable_baselines3.common.vec_env import VecEnv, VecNormalize, sync_envs_normalization
+from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 from kvpolicy.control.actions import Knob
 
@@ -49,8 +49,9 @@ class Evaluation(BaseCallback):
 
     def evaluate(self) -> None:
         """Now."""
-        if isinstance(self.env, VecNormalize):
-            sync_envs_normalization(self.training_env, self.env)
+        trained = self.model.get_vec_normalize_env()
+        if isinstance(self.env, VecNormalize) and trained is not None:
+            self.env.obs_rms = trained.obs_rms.copy()
         self.env.seed(EVAL_SEED)
         rewards, _ = evaluate_policy(
             self.model, self.env, self.episodes, deterministic=True, return_episode_rewards=True

@@ -22,7 +22,7 @@ ACTIVATIONS = ("tanh", "relu")
 POLICY_KEYS = ("net_arch", "activation_fn", "ortho_init", "log_std_init")
 # Ours, and those of the trainer itself; what is left are arguments of the algorithm.
 OWN = (
-    *("n_envs", "n_timesteps", "policy", "normalize", "env_kwargs", "policy_kwargs"),
+    *("n_envs", "n_timesteps", "policy", "normalize", "average_reward", "env_kwargs", "policy_kwargs"),
     *("eval_every", "eval_episodes", "checkpoint_every"),
 )
 NOT_GIVEN = (
@@ -41,7 +41,8 @@ SCHEDULED = ("learning_rate", "clip_range", "clip_range_vf")
 @dataclass(frozen=True)
 class Settings:
     """One training. n_envs: episodes played at once. n_timesteps: decisions in all. normalize: observations
-    by their running mean and variance, and rewards in training. env_kwargs: of the environment.
+    by their running mean and variance, and rewards in training. average_reward: rewards in training less what
+    the time is worth (see agents/average_reward.py). env_kwargs: of the environment.
     policy_kwargs, arguments: of the algorithm. eval_every, checkpoint_every: decisions between two.
     eval_episodes: played in each evaluation, the same ones every time, of the validation split.
     """
@@ -52,6 +53,7 @@ class Settings:
     n_timesteps: int = 100_000
     policy: str = "MlpPolicy"
     normalize: bool = False
+    average_reward: bool = True
     env_kwargs: Mapping[str, Any] = field(default_factory=dict)
     policy_kwargs: Mapping[str, Any] = field(default_factory=dict)
     eval_every: int = 25_000
@@ -67,8 +69,9 @@ class Settings:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise unknown_name("policy", self.policy, POLICIES)
-        if not isinstance(self.normalize, bool):
-            raise UserError(f"normalize = {self.normalize!r}: must be true or false")
+        for name in ("normalize", "average_reward"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name} = {getattr(self, name)!r}: must be true or false")
         for name in ("n_envs", "n_timesteps", "eval_every", "eval_episodes", "checkpoint_every"):
             value = getattr(self, name)
             if isinstance(value, float) and value.is_integer():  # 1e5 is a float in YAML

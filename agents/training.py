@@ -14,6 +14,7 @@ from stable_baselines3.common.logger import configure
 from stable_baselines3.common.utils import set_random_seed
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
+from kvpolicy.agents.average_reward import AverageReward
 from kvpolicy.agents.callbacks import Checkpoints, Diagnostics, Evaluation, ProgressBar
 from kvpolicy.agents.environments import make_vector, spaces_of
 from kvpolicy.agents.models import Saved, read_model, restore, save_model
@@ -55,6 +56,8 @@ def train(
     set_random_seed(seed)
     env = make_vector(settings, "train", settings.n_envs)
     held = make_vector(settings, "validation", min(settings.n_envs, settings.eval_episodes))
+    if settings.average_reward:
+        env = AverageReward(env)
     if settings.normalize:
         env = VecNormalize(env)
         held = VecNormalize(held, training=False, norm_reward=False)
