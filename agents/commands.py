@@ -8,14 +8,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpolicy.cli.output import check_output, emit_json, shown, table, warn, write_atomic, write_text
+from kvpolicy.cli.output import (
+    check_output,
+    emit_json,
+    shown,
+    table,
+    warn,
+    write_atomic,
+    write_text,
+)
 from kvpolicy.config import parse_override
 from kvpolicy.errors import UserError
 
 if TYPE_CHECKING:
     from kvpolicy.agents.judging import Row
 
-__all__ = ["evaluate_command", "export_command", "leaderboard_command", "train_command"]
+__all__ = [
+    "evaluate_command",
+    "export_command",
+    "leaderboard_command",
+    "train_command",
+    "tune_command",
+]
 
 CONTROLLERS = ("resident", "hisparse", "hybrid", "adaptive", "learned", "random")
 RIVALS = ("resident", "hisparse", "hybrid")
@@ -249,3 +263,76 @@ def _report(rows: Sequence[Row]) -> str:
                     "TPOT p99", "decide us p50 / p99", "fallbacks"]  # fmt: skip
         out.append(table(headings, lines))
     return "\n".join(out)
+
+
+def tune_command(
+    controller: Annotated[
+        str | None,
+        typer.Option("--controller", metavar="SPEC", help="Search over its constants."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", metavar="FILE.yaml", help="Search over training settings instead."
+        ),
+    ] = None,
+    space: Annotated[
+        Path | None,
+        typer.Option(
+            "--space",
+            metavar="FILE.yaml",
+            help="What to search: NAME: [a, b] or NAME: {low: 1, high: 9, log: true}.",
+        ),
+    ] = None,
+    algo: Annotated[str, typer.Option("--algo", help="With --config.")] = "ppo",
+    scenario: Annotated[
+        list[str] | None,
+        typer.Option("--scenario", metavar="NAME", help="May be given several times."),
+    ] = None,
+    episodes: Annotated[
+        int, typer.Option("--episodes", min=1, help="Training loads of each scenario.")
+    ] = 2,
+    trials: Annotated[int, typer.Option("--trials", min=1)] = 20,
+    storage: Annotated[
+        Path | None,
+        typer.Option(
+            "--storage",
+            metavar="FILE.db",
+            help="Keep trials in this file; the same command goes on there, in several processes if you like.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    output: Annotated[
+        Path, typer.Option("--output", metavar="FOLDER", help="Models of --config.")
+    ] = Path("runs/tune"),
+    as_json: Json = False,
+) -> None:
+    """Search for a controller's best constants, or the best training settings, on the training split.
+
+    Needs the extra 'tune' (Optuna). Test and validation loads are never played in a search of constants.
+    """
+    from kvpolicy.agents.settings import read_settings
+    from kvpolicy.agents.tuning import default_space, read_space, tune_controller, tune_training
+
+    check_output(storage, "--storage")
+    say = (lambda line: None) if as_json else warn
+    if (controller is None) == (config is None):
+        raise UserError(
+            "give --controller to search over its constants, or --config for a training's"
+        )
+    if controller is not None:
+        choices = read_space(space) if space else default_space(controller)
+        seeds = range(episodes)
+        names = scenario or ["load-step"]
+        done = tune_controller(controller, choices, names, seeds, trials, storage, seed, say)
+    else:
+        assert config is not None
+        if space is None:
+            raise UserError("--config goes with --space: what to search over")
+        settings = read_settings(config, algo, REPLAY)
+        done = tune_training(settings, read_space(space), output, trials, storage, seed, say)
+    document = {"values": dict(done.values), "score": done.score, "trials": done.trials}
+    emit_json(document, as_json, None)
+    if not as_json:
+        text = ",".join(f"{key}={value}" for key, value in done.values.items())
+        write_text(f"best of {done.trials} trials: {done.score:.4f} with {text}\n")

@@ -94,9 +94,7 @@ class _Timed:
             self.seconds.append(time.perf_counter() - start)
 
 
-def play(
-    scenario: Scenario, controller: str, split: str, seed: int, live: bool = False
-) -> Played:
+def play(scenario: Scenario, controller: str, split: str, seed: int, live: bool = False) -> Played:
     """One episode: the load that ``seed`` draws from the split, under a fresh controller."""
     timed = _Timed(make(controller))
     load = scenario.load(split, np.random.default_rng(seed))

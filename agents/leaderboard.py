@@ -26,7 +26,9 @@ def read_board(path: Path) -> list[Row]:
     try:
         values: Any = json.loads(path.read_text())
         if values["format"] != FORMAT:
-            raise UserError(f"leaderboard {str(path)!r}: format {values['format']!r}, must be {FORMAT}")
+            raise UserError(
+                f"leaderboard {str(path)!r}: format {values['format']!r}, must be {FORMAT}"
+            )
         return [Row.from_dict(each) for each in values["rows"]]
     except OSError as error:
         raise UserError(f"leaderboard {str(path)!r}: {error.strerror or error}") from None
@@ -67,7 +69,9 @@ def verify(row: Row, most: int, say: Callable[[str], None] = lambda line: None) 
         again = play(scenario, row.controller, row.split, each.seed)
         say(f"{name}, seed {each.seed}: {again.score:.4f}")
         if not math.isclose(again.score, each.score, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
-            found.append(f"{name}, seed {each.seed}: {each.score:.6f} in the file, {again.score:.6f} now")
+            found.append(
+                f"{name}, seed {each.seed}: {each.score:.6f} in the file, {again.score:.6f} now"
+            )
     return found
 
 

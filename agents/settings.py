@@ -22,7 +22,15 @@ ACTIVATIONS = ("tanh", "relu")
 POLICY_KEYS = ("net_arch", "activation_fn", "ortho_init", "log_std_init")
 # Ours, and those of the trainer itself; what is left are arguments of the algorithm.
 OWN = (
-    *("n_envs", "n_timesteps", "policy", "normalize", "average_reward", "env_kwargs", "policy_kwargs"),
+    *(
+        "n_envs",
+        "n_timesteps",
+        "policy",
+        "normalize",
+        "average_reward",
+        "env_kwargs",
+        "policy_kwargs",
+    ),
     *("eval_every", "eval_episodes", "checkpoint_every"),
 )
 NOT_GIVEN = (

@@ -141,7 +141,10 @@ def test_reading_a_model_executes_nothing(run: Run, tmp_path: Path) -> None:
     folder, _ = run("ppo")
     for ending in ("json", "npz"):
         (tmp_path / f"m.{ending}").write_bytes((folder / f"best.{ending}").read_bytes())
-    with zipfile.ZipFile(folder / "best.zip") as old, zipfile.ZipFile(tmp_path / "m.zip", "w") as new:
+    with (
+        zipfile.ZipFile(folder / "best.zip") as old,
+        zipfile.ZipFile(tmp_path / "m.zip", "w") as new,
+    ):
         for name in old.namelist():
             new.writestr(name, b"not even JSON" if name == "data" else old.read(name))
     assert read_model(tmp_path / "m.zip").parameters["policy"]
@@ -184,9 +187,12 @@ def test_actions_that_an_algorithm_has_not(tmp_path: Path) -> None:
 def test_shipped_settings_are_right(path: Path) -> None:
     algo = next((a for a in OF_ALGORITHM if path.stem.startswith(a)), "ppo")
     settings = read_settings(path, algo, REPLAY)
-    assert settings_of(
-        {k: v for k, v in settings.to_dict().items() if k not in ("algo", "env")}, algo, REPLAY
-    ) == settings
+    assert (
+        settings_of(
+            {k: v for k, v in settings.to_dict().items() if k not in ("algo", "env")}, algo, REPLAY
+        )
+        == settings
+    )
 
 
 def test_files_name_what_is_wrong(tmp_path: Path) -> None:
