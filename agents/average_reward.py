@@ -1,10 +1,11 @@
 """Rewards less what time is worth: the semi-Markov average-reward form of a training problem.
 
-A decision of the environment takes as long as the engine takes for it, and an episode has a fixed length in
-seconds: a fast policy makes more decisions, each with about the same reward. A discounted learner that counts
-decisions sees nothing of that. So each reward is lowered by (reward per second so far) x (seconds it took). Over a
-whole episode that takes away the same amount whatever the policy does, so which policy is best does not
-change; but a slow decision now costs at once. (R-learning, Schwartz 1993; SMART, Das et al. 1999.)
+A decision takes as long as the engine takes for its steps, and an episode has a fixed length in seconds: a
+fast policy makes more decisions, each with about the same reward. A learner that discounts by decisions, and
+is told that episodes are cut off rather than over, sees nothing of that. So each reward is lowered by
+(reward per second so far) x (seconds it took). Over a whole episode that takes away the same amount
+whatever the policy does, so which policy is best does not change; but a slow decision now costs at once.
+(R-learning, Schwartz 1993; SMART, Das et al. 1999.)
 """
 
 from __future__ import annotations

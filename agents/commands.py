@@ -1,4 +1,4 @@
-"""`kvpolicy train`, `export`, `evaluate`, `leaderboard` and `tune`: options only, the work is imported when it begins."""
+"""`kvpolicy train`, `export`, `evaluate`, `leaderboard`, `tune`: options; work is imported when it begins."""
 
 from __future__ import annotations
 
@@ -92,7 +92,9 @@ def train_command(
         settings = override(saved.settings, changed)
         seed = int(saved.about["seed"])
     elif folder.is_dir() and any(folder.glob("*.zip")):
-        raise UserError(f"{str(folder)!r} holds a training already: --resume goes on, --output takes another")  # fmt: skip
+        raise UserError(
+            f"{str(folder)!r} holds a training: --resume goes on, --output takes another"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -132,7 +134,8 @@ def export_command(
     emit_json(document, as_json, None)
     if not as_json:
         write_text(
-            f"{output}: {len(content):,} bytes, {spec.algorithm}, {spec.action.name}, sha256 {spec.sha256[:12]}\n"
+            f"{output}: {len(content):,} bytes, {spec.algorithm}, {spec.action.name}, "
+            f"sha256 {spec.sha256[:12]}\n"
             f"next: kvpolicy run --controller learned:path={output}\n"
         )
 
@@ -228,33 +231,12 @@ def leaderboard_command(
 
 def _report(rows: Sequence[Row]) -> str:
     """A table of each scenario, the best first. Wins are against the best of RIVALS there."""
-    from kvpolicy.agents.judging import win_rate
-
     out = []
     for name, split in dict.fromkeys((row.scenario, row.split) for row in rows):
         here = [row for row in rows if (row.scenario, row.split) == (name, split)]
         here.sort(key=lambda row: -row.mean)
         rival = next((row for row in here if row.controller in RIVALS), None)
-        lines = []
-        for row in here:
-            played = row.episodes
-            mean = lambda key: sum(getattr(p, key) for p in played) / len(played)  # noqa: E731, B023
-            worst = lambda key: max([v for p in played if (v := getattr(p, key)) is not None], default=None)  # noqa: B023, E731, E501  # fmt: skip
-            lines.append(
-                [
-                    row.controller,
-                    f"{row.mean:.4f}",
-                    f"{row.low:.4f} to {row.high:.4f}",
-                    "-" if rival in (None, row) else f"{win_rate(row, rival):.0%}",  # type: ignore[arg-type]
-                    shown(mean("goodput"), "{:,.0f}"),
-                    shown(mean("miss_rate"), "{:.1%}"),
-                    shown(mean("link_bytes"), "{:,.1f}", 1e9),
-                    shown(worst("ttft_ms"), "{:,.0f}"),
-                    shown(worst("tpot_ms"), "{:,.1f}"),
-                    f"{max(p.decision_us[0] for p in played):,.0f} / {max(p.decision_us[1] for p in played):,.0f}",
-                    f"{sum(p.fallbacks for p in played):,}",
-                ]
-            )
+        lines = [_line(row, rival) for row in here]
         out.append(
             f"{name} ({split}, {'live' if here[0].live else 'replayed, cost ' + here[0].cost}, "
             f"{len(here[0].episodes)} episodes); wins against {rival.controller if rival else 'nobody'}\n"
@@ -263,6 +245,33 @@ def _report(rows: Sequence[Row]) -> str:
                     "TPOT p99", "decide us p50 / p99", "fallbacks"]  # fmt: skip
         out.append(table(headings, lines))
     return "\n".join(out)
+
+
+def _line(row: Row, rival: Row | None) -> list[str]:
+    from kvpolicy.agents.judging import win_rate
+
+    played = row.episodes
+
+    def mean(key: str) -> float:
+        return float(sum(getattr(each, key) for each in played) / len(played))
+
+    def worst(key: str) -> float | None:
+        return max([v for each in played if (v := getattr(each, key)) is not None], default=None)
+
+    late = [max(each.decision_us[i] for each in played) for i in (0, 1)]
+    return [
+        row.controller,
+        f"{row.mean:.4f}",
+        f"{row.low:.4f} to {row.high:.4f}",
+        "-" if rival is None or rival is row else f"{win_rate(row, rival):.0%}",
+        shown(mean("goodput"), "{:,.0f}"),
+        shown(mean("miss_rate"), "{:.1%}"),
+        shown(mean("link_bytes"), "{:,.1f}", 1e9),
+        shown(worst("ttft_ms"), "{:,.0f}"),
+        shown(worst("tpot_ms"), "{:,.1f}"),
+        f"{late[0]:,.0f} / {late[1]:,.0f}",
+        f"{sum(each.fallbacks for each in played):,}",
+    ]
 
 
 def tune_command(
@@ -298,7 +307,7 @@ def tune_command(
         typer.Option(
             "--storage",
             metavar="FILE.db",
-            help="Keep trials in this file; the same command goes on there, in several processes if you like.",
+            help="Keep trials in this file; the same command goes on there, also in several processes.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0)] = 0,

@@ -11,7 +11,6 @@ import kvpolicy.env
 from kvpolicy.agents.settings import Settings
 from kvpolicy.control.actions import Actions
 from kvpolicy.control.encoder import Encoder
-from kvpolicy.env.residency import ResidencyEnv
 from kvpolicy.errors import UserError, unknown_name
 
 __all__ = ["ENVIRONMENTS", "make_vector", "spaces_of"]
@@ -40,10 +39,8 @@ def make_vector(settings: Settings, split: str, count: int) -> VecEnv:
 
 def spaces_of(env: VecEnv) -> tuple[Encoder, Actions]:
     """What its observations and actions mean."""
-    inner: ResidencyEnv | None = None
     encoder: Encoder = env.get_attr("encoder", [0])[0]
     actions: Actions = env.get_attr("actions", [0])[0]
-    del inner
     return encoder, actions
 
 

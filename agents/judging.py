@@ -1,4 +1,4 @@
-"""Judging controllers: held-out loads on the deterministic twin (or the engine), by the reward's own metric."""
+"""Judging controllers: held-out loads on the twin (or the engine), by the reward's own metric."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Saved models: weights as stable-baselines3 writes them, with what they mean and their normalisation beside.
 
-``NAME.zip`` is SB3's own file, ``NAME.json`` says what it is, ``NAME.npz`` has the statistics of normalisation.
+``NAME.zip`` is SB3's own file, ``NAME.json`` says what it is, ``NAME.npz`` holds the normalisation.
 Reading them executes nothing: of the zip only tensors are read, never its pickled members.
 """
 

@@ -1,4 +1,4 @@
-"""Searching over a controller's constants, or over training settings, with Optuna; on the training split only."""
+"""Searching over a controller's constants, or over training settings, with Optuna."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def test_shipped_settings_are_right(path: Path) -> None:
 def test_files_name_what_is_wrong(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("default: {n_envz: 3}\n")
-    with pytest.raises(UserError, match="c.yaml.*did you mean 'n_envs'"):
+    with pytest.raises(UserError, match=r"c\.yaml.*did you mean 'n_envs'"):
         read_settings(path, "ppo", REPLAY)
     path.write_text("kvpolicy/ResidencyReplay-v1: {}\n")
     with pytest.raises(UserError, match="unknown environment"):

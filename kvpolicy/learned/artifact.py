@@ -36,6 +36,7 @@ MOST_LAYERS = 8
 MOST_HEADER = 4096
 
 _SPEC = "spec"
+_HINT = "models of stable-baselines3 go through 'kvpolicy export'"
 
 
 class _Strict(BaseModel):
@@ -158,7 +159,8 @@ def write_artifact(spec: Spec, arrays: Arrays) -> tuple[bytes, Artifact]:
         for name in sorted(members):
             member = io.BytesIO()
             np.lib.format.write_array(member, members[name], allow_pickle=False)
-            archive.writestr(zipfile.ZipInfo(f"{name}.npy"), member.getvalue(), zipfile.ZIP_DEFLATED)  # fmt: skip
+            info = zipfile.ZipInfo(f"{name}.npy")
+            archive.writestr(info, member.getvalue(), zipfile.ZIP_DEFLATED)
     if out.tell() > MOST_BYTES:
         raise UserError(f"artifact of {out.tell():,} bytes: at most {MOST_BYTES:,} are read")
     return out.getvalue(), artifact
@@ -186,11 +188,11 @@ def _parse(content: bytes) -> Artifact:
     if len(content) > MOST_BYTES:
         raise UserError(f"more than {MOST_BYTES:,} bytes")
     if content[:2] != b"PK":
-        raise UserError("not a NumPy archive (.npz); models of stable-baselines3 go through 'kvpolicy export'")  # fmt: skip
+        raise UserError(f"not a NumPy archive (.npz); {_HINT}")
     members = _members(content)
     text = members.pop(_SPEC, None)
     if text is None:
-        raise UserError("no member 'spec.npy'; models of stable-baselines3 go through 'kvpolicy export'")  # fmt: skip
+        raise UserError(f"no member 'spec.npy'; {_HINT}")
     if text.dtype != np.uint8 or text.ndim != 1:
         raise UserError("spec: must be bytes")
     try:
@@ -222,10 +224,7 @@ def _members(content: bytes) -> Arrays:
         for info in infos:
             name, dot, ending = info.filename.rpartition(".")
             if ending != "npy" or not dot or not name.isalnum() or name in found:
-                raise UserError(
-                    f"member {info.filename[:60]!r}: not one of an artifact; models of "
-                    "stable-baselines3 go through 'kvpolicy export'"
-                )
+                raise UserError(f"member {info.filename[:60]!r}: not one of an artifact; {_HINT}")
             with archive.open(info) as member:
                 # Bounded by what the archive claims: zipfile reads no byte beyond it.
                 found[name] = np.lib.format.read_array(
