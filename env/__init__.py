@@ -1,6 +1,7 @@
 """Gymnasium environments over the decode engine, imported as `kvpolicy.env`.
 
-Importing it registers `kvpolicy/ResidencyReplay-v0` and `kvpolicy/ResidencyLive-v0`; where it cannot be imported
+Importing it registers `kvpolicy/ResidencyReplay-v0` and `kvpolicy/ResidencyLive-v0`; where it cannot
+be imported
 first, `gym.make("kvpolicy.env:kvpolicy/ResidencyReplay-v0")` does so. docs/environments.md has the tables.
 """
 

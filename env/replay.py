@@ -77,14 +77,12 @@ class ResidencyReplay(ResidencyEnv):
         if self.fidelity == "exact":
             return super().reset(seed=seed, options=options)
         gymnasium.Env.reset(self, seed=seed)
-        self._drawn: Workload | None = None
         if self._fluid is None:
             self._fluid = make_fluid(
                 self.scenario, 1, self._draw, self._recording, self._cost, **self.changes
             )
         else:
             self._fluid.begin(np.zeros(1, dtype=np.int64))
-        assert self._drawn is not None
         self.baseline, self._taken = self.scenario.baseline(self._drawn), 0
         info = self._about(self._drawn)
         return self._fluid.observe(self.encoder.groups)[0], info

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import gymnasium
 import numpy as np
+from gymnasium import spaces
 from numpy.typing import NDArray
 
 from kvpolicy.control.actions import make_actions
@@ -37,11 +38,78 @@ class Episode(Protocol):
 class ResidencyEnv(gymnasium.Env[Vector, Any]):
     """One episode is one load; one step is what lies between two decisions of the control loop.
 
-    scenario: a registered name. split: ``train``, ``validation`` or ``test``. action: an action space of
-    ``kvpolicy.control.actions``. groups: observation groups. reward: a name of
-    ``kvpolicy.telemetry.reward.REWARDS``. requests: places in ``per_request`` spaces. max_steps: the
-    episode is truncated then, 0 for never. engine: changes to the scenario's engine (fields of
-    ``EngineConfig``). UserError for what there is none of.
+    ## Action Space
+    By ``action=``. Whatever is asked for is projected onto what fits: there is no illegal action.
+
+    | Name                                   | Space               | Component       | Range   | Meaning                                  |
+    |----------------------------------------|---------------------|-----------------|---------|------------------------------------------|
+    | global                                 | Box(3), float32     | 0 retained      | -1 to 1 | share of spare memory that holds history |
+    |                                        |                     | 1 reserve       | -1 to 1 | kept free for arrivals, to 25 % of all   |
+    |                                        |                     | 2 skew          | -1 to 1 | stores alike, or by measured misses      |
+    | discrete                               | Discrete(18)        | level           | 0 to 17 | nine shares, without and with a reserve  |
+    | per_request, per_store                 | Box(N), float32     | target of each  | -1 to 1 | nothing to all rows, x^3 of them         |
+    | per_request_levels, per_store_levels   | MultiDiscrete(10^N) | level of each   | 0 to 9  | 0 to 16 x top-k, everything              |
+
+    N is ``requests`` (the oldest first; places that nobody has mean nothing) or the model's stores. Only the
+    last two have ``action_masks()``.
+
+    ## Observation Space
+    Box(0, 1, float32), by ``groups=``; of these six (all, by default) numbers are squashed values v:
+
+    | Num | Observation     | Unit of v                                                | Range |
+    |-----|-----------------|----------------------------------------------------------|------------------------------------|
+    | 0   | running         | share of the seats                                       | 0 to 1: v, at most 1 |
+    | 1   | waiting         | requests                                                 | 0 to 1: log(1 + v) / log(1 + 1024) |
+    | 2   | oldest_wait     | steps                                                    | 0 to 1: log(1 + v) / log(1 + 4096) |
+    | 3   | arrivals        | requests since the last decision                         | 0 to 1: v / (v + 4) |
+    | 4   | finished        | requests since the last decision                         | 0 to 1: v / (v + 4) |
+    | 5   | queue_head      | share of the pool that the first waiting request needs   | 0 to 1: v, at most 1 |
+    | 6   | queue           | share of the pool that waiting requests with a seat need | 0 to 1: v, at most 1 |
+    | 7   | shortages       | times since the last decision                            | 0 to 1: v / (v + 1) |
+    | 8   | preemptions     | requests since the last decision                         | 0 to 1: v / (v + 1) |
+    | 9   | required        | share of the pool                                        | 0 to 1: v, at most 1 |
+    | 10  | optional        | share of the pool                                        | 0 to 1: v, at most 1 |
+    | 11  | free            | share of the pool                                        | 0 to 1: v, at most 1 |
+    | 12  | resident        | share of all committed rows that have room on the device | 0 to 1: v, at most 1 |
+    | 13  | full            | share of hot caches that are fully resident              | 0 to 1: v, at most 1 |
+    | 14  | demand          | what full residency of all who run takes, in pools       | 0 to 1: v / (v + 1) |
+    | 15  | miss_rate       | fetched rows per selected row                            | 0 to 1: v, at most 1 |
+    | 16  | miss_rate_worst | the same of the request that has most                    | 0 to 1: v, at most 1 |
+    | 17  | fetched         | rows per generated token                                 | 0 to 1: log(1 + v) / log(1 + 2^20) |
+    | 18  | link            | bytes per step                                           | 0 to 1: log(1 + v) / log(1 + 2^34) |
+    | 19  | step            | milliseconds per step                                    | 0 to 1: log(1 + v) / log(1 + 1000) |
+    | 20  | tpot            | time per token in units of its bound, 0 without one      | 0 to 1: v / (v + 1) |
+    | 21  | ttft            | the oldest wait in units of its bound, 0 without one     | 0 to 1: v / (v + 1) |
+    | 22  | accepted        | tokens per decoding request and step                     | 0 to 1: v / (v + 1) |
+    | 23  | context         | tokens, mean of who runs                                 | 0 to 1: log(1 + v) / log(1 + 2^20) |
+    | 24  | context_most    | tokens, longest                                          | 0 to 1: log(1 + v) / log(1 + 2^20) |
+    | 25  | left            | share of their final length that is still to come        | 0 to 1: v, at most 1 |
+    | 26  | age             | steps on the device, mean                                | 0 to 1: log(1 + v) / log(1 + 4096) |
+    | 27  | generated       | tokens, mean                                             | 0 to 1: log(1 + v) / log(1 + 4096) |
+    | 28  | reading         | share of who runs that still reads its prompt            | 0 to 1: v, at most 1 |
+
+    ``stores`` adds three numbers for each store, ``requests`` six for each of the first ``requests``.
+
+    ## Rewards
+    By ``reward=``, a name of ``kvpolicy.telemetry.reward.REWARDS``. ``goodput``: tokens of requests inside the
+    latency bounds, in units of the baseline's in a whole episode (``info["baseline"]`` at reset says whose), so
+    that rewards of an episode sum to its goodput over the baseline's. Terms: ``info["terms"]``.
+
+    ## Starting State
+    An idle engine and a load drawn from the split, at its first decision.
+
+    ## Episode End
+    Truncated when the load's time is over, or after ``max_steps``; terminated when the engine failed. Why:
+    ``info["ended"]``.
+
+    ## Arguments
+    scenario: a registered name. split: ``train``, ``validation`` or ``test``. action: an action space.
+    groups: observation groups. reward: see above. requests: places in ``per_request`` spaces. max_steps: 0
+    for no limit. engine: changes to the scenario's engine (fields of ``EngineConfig``). UserError for what there
+    is none of.
+
+    ## Version History
+    v0: the first.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}  # noqa: RUF012
@@ -74,7 +142,7 @@ class ResidencyEnv(gymnasium.Env[Vector, Any]):
         self.reward_name, self._reward = reward, reward_named(reward)
         self.max_steps = max_steps
         self.scenario.load(split, np.random.default_rng(0))  # a wrong split is refused here
-        self.observation_space = observation_space(self.encoder)
+        self.observation_space: spaces.Space[Any] = observation_space(self.encoder)
         self.action_space = action_space(self.actions)
         if self.actions.kind == "multi_discrete":
             self.action_masks = self._action_masks
@@ -137,8 +205,9 @@ class ResidencyEnv(gymnasium.Env[Vector, Any]):
             self._info(outcome, late),
         )
 
-    def render(self) -> str | NDArray[np.uint8] | None:  # type: ignore[override]
-        """``ansi``: one line, who runs, who waits, where the memory is. ``rgb_array``: uint8 [32, 256, 3], the
+    def render(self) -> str | NDArray[np.uint8] | None:
+        """``ansi``: one line, who runs, who waits, where the memory is. ``rgb_array``: uint8 [32, 256,
+        3], the
         pool from left to right: required, history, free."""
         if self.render_mode is None or self._outcome is None:
             return None

@@ -76,7 +76,11 @@ class ResidencyVector(VectorEnv[Any, Any, Any]):
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[NDArray[np.float32], Arrays]:
         """New loads for all. seed: of the first, or one for each."""
-        seeds = [None if seed is None else seed + i for i in range(self.num_envs)] if not isinstance(seed, list) else seed  # fmt: skip
+        seeds = (
+            [None if seed is None else seed + i for i in range(self.num_envs)]
+            if not isinstance(seed, list)
+            else seed
+        )
         if not self._random or any(each is not None for each in seeds):
             self._random = [seeding.np_random(each)[0] for each in seeds]
         if self._fluid is None:

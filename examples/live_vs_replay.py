@@ -2,7 +2,8 @@
 
     python examples/live_vs_replay.py                    # some seconds on a CPU
 
-On a CPU the times differ by as much as the machines do: the twin's clock was fitted to a GPU. What agrees anywhere
+On a CPU the times differ by as much as the machines do: the twin's clock was fitted to a GPU. What
+agrees anywhere
 is what residency is about: rows kept, rows missed.
 """
 

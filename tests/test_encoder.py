@@ -159,3 +159,16 @@ def test_actions_of_another_shape_are_refused() -> None:
 def test_no_number_counts_as_nothing() -> None:
     plan = make_actions("global").decode([math.nan, math.inf, -math.inf], seen())
     assert set(plan.targets.values()) == {(0, 0)} and math.isfinite(plan.reserve_bytes)
+
+
+def test_the_docstring_has_the_table() -> None:
+    from kvpolicy.env.residency import ResidencyEnv
+
+    text = ResidencyEnv.__doc__ or ""
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in text.splitlines()
+        if "|" in line
+    ]
+    found = [tuple(row[:3]) for row in rows if len(row) == 4 and row[0].isdigit()]
+    assert found == [(str(i), name, unit) for i, name, unit, _ in Encoder().table()]

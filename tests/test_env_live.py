@@ -1,4 +1,5 @@
-"""The live environment on a CPU: checkers, and every way in which an episode can break, within a bounded time."""
+"""The live environment on a CPU: checkers, and every way in which an episode can break, within a
+bounded time."""
 
 from __future__ import annotations
 

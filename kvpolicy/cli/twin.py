@@ -1,4 +1,5 @@
-"""`kvpolicy calibrate` and `kvpolicy twin-gap`: fitting the deterministic twin, and how far it is from the machine."""
+"""`kvpolicy calibrate` and `kvpolicy twin-gap`: fitting the deterministic twin, and how far it is
+from the machine."""
 
 from __future__ import annotations
 

@@ -320,14 +320,12 @@ def spread(observation: Observation, retained: float, reserve: float, skew: floa
     weights = _weights(o, skew)
     unit = sum([w * size for w, size in zip(weights, sizes, strict=True)])
     full: Target = FULL
-    each = (
-        0.0 if math.isinf(level) or unit <= 0 else level / unit
-    )  # everyone is full, or nothing is known
+    # inf: everyone is full.
+    each = 0.0 if math.isinf(level) or unit <= 0 else level / unit
     rows: Target = tuple(math.floor(each * w) for w in weights)
-    return Plan(
-        targets={r.request_id: full if need <= level else rows for r, need in zip(o.requests, needs, strict=True)},
-        reserve_bytes=plan_reserve,
-    )  # fmt: skip
+    pairs = zip(o.requests, needs, strict=True)
+    targets = {r.request_id: full if need <= level else rows for r, need in pairs}
+    return Plan(targets=targets, reserve_bytes=plan_reserve)
 
 
 def _level(needs: Sequence[float], room: float) -> float:
@@ -368,7 +366,7 @@ def _hunger(curve: MissCurve) -> float | None:
 
 
 ACTIONS: Mapping[str, type[Any]] = {
-    kind.name: kind  # type: ignore[attr-defined]
+    kind.name: kind
     for kind in (Global, Discrete, PerRequest, PerStore, PerRequestLevels, PerStoreLevels)
 }
 """Action spaces by name."""

@@ -32,7 +32,8 @@ STORES, REQUESTS = "stores", "requests"
 class Encoder:
     """Observation -> float32 [size], every number from 0 to 1.
 
-    groups: names of :data:`~kvpolicy.control.features.GROUPS`, ``stores`` or ``requests``, in the order wanted.
+    groups: names of :data:`~kvpolicy.control.features.GROUPS`, ``stores`` or ``requests``, in the
+    order wanted.
     stores: how many the model has (for the group ``stores``). requests: places of the group ``requests``,
     for the requests that run longest. UserError for an unknown group, or a group without its number.
     """
@@ -65,7 +66,8 @@ class Encoder:
             each, count = many[name]
             for number in range(count):
                 found += [
-                    Feature(f"{f.name.partition('.')[0]}{number}.{f.name.partition('.')[2]}", f.unit, f.squash)
+                    Feature(f"{f.name.partition('.')[0]}{number}.{f.name.partition('.')[2]}", f.unit,
+                    f.squash)
                     for f in each
                 ]  # fmt: skip
         return tuple(found)

@@ -39,7 +39,8 @@ MOST_REQUESTS = 512
 
 
 def knobs_of(name: str, actions: NDArray[Any]) -> tuple[Floats, Floats]:
-    """(retained, reserve) of actions [episodes, ...], as the exact twin decodes them; the split between stores
+    """(retained, reserve) of actions [episodes, ...], as the exact twin decodes them; the split
+    between stores
     is even here."""
     if name == "discrete":
         reserve, retained = np.divmod(np.asarray(actions).reshape(-1), len(RETAINED))
@@ -316,7 +317,9 @@ class FluidEpisodes:
         before = np.cumsum(reading, axis=1) - reading
         read = np.clip(self._chunk * steps - before, 0.0, reading)
         done_reading = here & (reading > 0) & (read >= reading)
-        prompt_steps = np.minimum(np.ceil(np.minimum(reading.sum(axis=1), self._chunk * steps) / self._chunk), steps)  # fmt: skip
+        prompt_steps = np.minimum(
+            np.ceil(np.minimum(reading.sum(axis=1), self._chunk * steps) / self._chunk), steps
+        )
         decoding = here & (self.reading <= 0)
         left = np.maximum(self.output - self.made, 0.0)
         tokens = np.where(decoding, np.minimum(left, steps), 0.0)
@@ -327,7 +330,11 @@ class FluidEpisodes:
         link = (misses * self._row_bytes).sum(axis=(1, 2))
         fetched = (misses * self._layers).sum(axis=2)
         selected = (wanted * self._layers).sum(axis=2) * tokens
-        seeded = np.where(done_reading & ~self.full, (np.minimum(self.rows, entries) * self._row_bytes).sum(axis=2), 0.0)  # fmt: skip
+        seeded = np.where(
+            done_reading & ~self.full,
+            (np.minimum(self.rows, entries) * self._row_bytes).sum(axis=2),
+            0.0,
+        )
         moved = moved + seeded.sum(axis=1) + self._entered * self._key_bytes
         mapped_layers = np.where(self.full, 0.0, self._layers.sum())
         work = {
@@ -410,7 +417,8 @@ class FluidEpisodes:
     # --- what is seen ----------------------------------------------------------------------------
 
     def observe(self, groups: Sequence[str]) -> NDArray[np.float32]:
-        """The features of the encoder, float32 [episodes, size], of groups that do not depend on the model."""
+        """The features of the encoder, float32 [episodes, size], of groups that do not depend on the
+        model."""
         values = self._features()
         names = [feature.name for group in groups for feature in GROUPS[group]]
         found = np.stack([values[name] for name in names], axis=1)
@@ -421,8 +429,8 @@ class FluidEpisodes:
         seen = {name: float(value[0]) for name, value in self._features().items()}
         waiting = int(self.tail[0] - self.head[0])
         return (
-            f"{self.now[0]:.2f} s: {int((self.owner[0] >= 0).sum())} running, {waiting} waiting; memory required "
-            f"{seen['required']:.0%}, history {seen['optional']:.0%}, free {seen['free']:.0%}"
+            f"{self.now[0]:.2f} s: {int((self.owner[0] >= 0).sum())} running, {waiting} waiting; memory "
+            f"required {seen['required']:.0%}, history {seen['optional']:.0%}, free {seen['free']:.0%}"
         )
 
     def picture(self) -> NDArray[np.uint8]:
@@ -445,7 +453,14 @@ class FluidEpisodes:
         size = (self._ctx[rows, head] + self._read[rows, head]) * self._required_per_token
         size = np.where(waiting > 0, size + self._required_each, 0.0)
         queue = size * np.minimum(waiting, self.seats - running)
-        now_required = np.where(here, (self.context + self.reading) * self._required_per_token + self._required_each, 0.0).sum(axis=1) + self._shared  # fmt: skip
+        now_required = (
+            np.where(
+                here,
+                (self.context + self.reading) * self._required_per_token + self._required_each,
+                0.0,
+            ).sum(axis=1)
+            + self._shared
+        )
         each = (self._row_bytes / self._per).sum()
         whole = np.where(here, (self.context + self.reading) * each, 0.0)
         room = np.where(
@@ -458,7 +473,11 @@ class FluidEpisodes:
         tpot = np.divide(
             step * self.interval * decoding, tokens, out=np.zeros(self.count), where=tokens > 0
         )
-        mean = lambda x: np.where(here, x, 0.0).sum(axis=1) / some  # noqa: E731
+
+        def mean(values: Floats) -> Floats:
+            found: Floats = np.where(here, values, 0.0).sum(axis=1) / some
+            return found
+
         left = np.where(here, 1 - (self.context + self.reading) / np.maximum(self.final, 1), 0.0)
         return {
             "running": running / self.seats,
@@ -476,7 +495,8 @@ class FluidEpisodes:
             "resident": np.divide(held, total, out=np.zeros(self.count), where=total > 0),
             "full": (here & self.full).sum(axis=1) / some,
             "demand": _half(total / self.pool, 1),
-            "miss_rate": np.divide(self._last["fetched"], selected, out=np.zeros(self.count), where=selected > 0),
+            "miss_rate": np.divide(self._last["fetched"], selected, out=np.zeros(self.count),
+            where=selected > 0),
             "miss_rate_worst": self._last.get("worst", np.zeros(self.count)),
             "fetched": _log(self._last["fetched"] / np.maximum(tokens, 1), 1 << 20),
             "link": _log(self._last["moved"], 1 << 34),

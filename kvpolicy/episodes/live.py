@@ -1,6 +1,7 @@
 """An episode on the engine itself: live decode steps under plans that come from outside.
 
-The engine runs in a thread of its own, which stops inside ``decide`` until the plan comes, so that the engine is
+The engine runs in a thread of its own, which stops inside ``decide`` until the plan comes, so that the
+engine is
 driven exactly as it drives itself. Whoever waits for it waits for a bounded time.
 """
 

@@ -11,7 +11,8 @@ HEIGHT, WIDTH = 32, 256
 
 
 def picture(required: float, history: float) -> NDArray[np.uint8]:
-    """A bar, uint8 [32, 256, 3], of shares of the pool: required grey, history blue, free white; all black for
+    """A bar, uint8 [32, 256, 3], of shares of the pool: required grey, history blue, free white; all
+    black for
     two zeros, where an episode has ended."""
     image = np.zeros((HEIGHT, WIDTH, 3), dtype=np.uint8)
     if required or history:

@@ -58,7 +58,8 @@ def measure(
 ) -> Runs:
     """Serve scenarios, each under its controllers, on the engine of this machine, one after the other.
 
-    plan: (scenario, controllers). changes: to the scenarios' engine configs. save: written after every run. seconds: no run begins after
+    plan: (scenario, controllers). changes: to the scenarios' engine configs. save: written after every
+    run. seconds: no run begins after
     this. One engine serves all scenarios that share a config.
     """
     import time

@@ -56,7 +56,8 @@ class Family:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A load on a family's engine. workload: a URI without a seed, its time on the wall clock; closed or open.
+    """A load on a family's engine. workload: a URI without a seed, its time on the wall clock; closed
+    or open.
     slo: bounds as of ``--slo``. engine: what differs from the family's. most_tokens: longest request.
     goodput: tokens per second of the policy it is measured against, None for the tokens that its load asks
     for; of: which policy that is.

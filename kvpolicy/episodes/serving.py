@@ -1,4 +1,5 @@
-"""A scenario under one controller from start to end, on the engine or on its twin: the same numbers of both."""
+"""A scenario under one controller from start to end, on the engine or on its twin: the same numbers
+of both."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ _COUNTED = (
 def serve(
     engine: Engine | TwinEngine, scenario: Scenario, controller: str, load: Workload
 ) -> Served:
-    """Serve a load under a controller, which the engine is given; at the load's end what is left is cancelled.
+    """Serve a load under a controller, which the engine is given; at the load's end what is left is
+    cancelled.
     The engine may serve another one afterwards."""
     engine.set_controller(controller)
     engine.set_slo(scenario.bounds)

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
-
 from kvpolicy.config import SamplingParams
 from kvpolicy.control.decision import Decision
 from kvpolicy.control.observation import Observation
 from kvpolicy.controllers import ControllerLike
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.handle import RequestHandle
-from kvpolicy.episodes.measuring import Measuring
 from kvpolicy.episodes.fluid import FluidEpisodes
+from kvpolicy.episodes.measuring import Measuring
 from kvpolicy.episodes.scenarios import FAMILIES, Scenario
 from kvpolicy.memory.layout import Layout
 from kvpolicy.recording import Recording
@@ -93,7 +92,8 @@ def make_fluid(
     cost: str | None = None,
     **changes: Any,
 ) -> FluidEpisodes:
-    """Episodes of the fast fidelity; recording, cost: as of :func:`make_twin`. draw: the next load of an episode."""
+    """Episodes of the fast fidelity; recording, cost: as of :func:`make_twin`. draw: the next load of
+    an episode."""
     family = scenario.own
     config = scenario.config(**changes)
     return FluidEpisodes(

@@ -79,7 +79,8 @@ class CostModel:
 
     def time(self, work: Work) -> float:
         """Seconds that the work takes."""
-        return sum(map(mul, self._each, work.values()))
+        found: float = sum(map(mul, self._each, work.values()))
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""

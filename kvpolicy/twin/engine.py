@@ -114,7 +114,8 @@ class TwinEngine:
 
     config: of the engine it stands for (``clock: wall`` is the cost model's). layout: its rows. streams:
     what requests select. cost: seconds of a step. runs_ahead: as an engine on a GPU, where decisions
-    come behind the launch. most_tokens: longest request where streams are stretched. first: number of the first request.
+    come behind the launch. most_tokens: longest request where streams are stretched. first: number of
+    the first request.
     """
 
     def __init__(

@@ -341,7 +341,11 @@ class TwinMemory:
         the layers of mapped caches, whose history came over the link."""
         request.committed += count
         self.committed[request.seat] = request.committed
-        mapped = sum(s.store.n_layers for s, h in zip(self.layout.stores, request.hot, strict=True) if not h.full)  # fmt: skip
+        mapped = sum(
+            s.store.n_layers
+            for s, h in zip(self.layout.stores, request.hot, strict=True)
+            if not h.full
+        )
         if not last:
             return mapped
         request.last_row = request.assigned.seed

@@ -57,7 +57,8 @@ class WorkLog:
         self.begin()
 
     def begin(self) -> None:
-        """A window begins now: the device has nothing to do, and what was seen since the last one is dropped."""
+        """A window begins now: the device has nothing to do, and what was seen since the last one is
+        dropped."""
         self._work, self._steps = Work(), 0
         counted = self._engine.memory.counted()
         self._bytes = counted.decode.host_to_device_bytes

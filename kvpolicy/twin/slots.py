@@ -25,9 +25,11 @@ __all__ = ["SlotPool"]
 
 Ints = NDArray[np.integer[Any]]
 
-# Slots looked at from the hand before a whole cache is: the hand of CLOCK passes between a third of a
-# cache and all of it, some hundred slots at 2 x top-k rows of 128.
-WINDOW = 256
+# Caches of up to so many slots are ranked whole; of larger ones half as many are looked at first.
+WINDOW = 512
+# Slots looked at first where one row comes in that nobody waits for.
+FEW = 64
+FAR, FARTHER = (1 << 15) - 1, 1 << 30
 # A key of LRU is a stamp above so many bits of slot; NEVER is none.
 SLOT_BITS, NEVER = 28, np.int64(1 << 62)
 
@@ -62,7 +64,7 @@ class SlotPool:
         many were missing: int64 [n]."""
         found = self._slot_of.take((lanes * self._width)[:, None] + wanted)
         absent = found < 0
-        missed = np.count_nonzero(absent, axis=1)
+        missed: Ints = np.count_nonzero(absent, axis=1)
         open_ = self.capacity[lanes] > 0
         if self.rule.touch:
             # What is absent counts as in the slot of padding, whose stamp nobody reads.
@@ -218,24 +220,63 @@ class SlotPool:
     # --- the CLOCK sweep ---------------------------------------------------------------------------
 
     def _swept(self, lanes: Ints, counts: Ints, step: int, resolving: bool) -> tuple[Ints, Ints]:
-        """CLOCK's victims. A window from the hand first; whole caches where that held too few."""
+        """CLOCK's victims, in the order in which the hand comes to them."""
         most = int(self.capacity[lanes].max())
-        width = min(most, WINDOW if resolving else WINDOW // 4)
-        slot, own, done = self._window(lanes, counts, step, resolving, width)
+        if most <= (WINDOW if resolving else FEW):
+            return self._ranked(lanes, counts, step, resolving, most)
+        # Large caches: those whose hand does not pass the window need not be looked at whole.
+        slot, own, done = self._window(
+            lanes, counts, step, resolving, WINDOW // 2 if resolving else FEW
+        )
         if done.all():
             return slot, own
         left = np.flatnonzero(~done)
         kept = done[own]
         slot, own = slot[kept], own[kept]
-        more, owner = self._whole(lanes[left], counts[left], step, resolving)
+        width = int(self.capacity[lanes[left]].max())
+        more, owner = self._ranked(lanes[left], counts[left], step, resolving, width)
         slot, own = np.concatenate((slot, more)), np.concatenate((own, left[owner]))
         order = np.argsort(own, kind="stable")
         return slot[order], own[order]
 
+    def _ranked(
+        self, lanes: Ints, counts: Ints, step: int, resolving: bool, width: int
+    ) -> tuple[Ints, Ints]:
+        """Victims of whole caches by how many slots the hand passes before it takes them, laps added."""
+        _, inside, stamp = self._look(lanes, step, resolving, width)
+        capacity = self.capacity[lanes]
+        small = 3 * width < FAR  # two bytes a key where they do
+        kind: type[np.integer[Any]] = np.int16 if small else np.int32
+        far = FAR if small else FARTHER
+        lap = capacity.astype(kind)[:, None]
+        age = self.age[lanes]
+        keys = lap * (stamp > _newest_unused(step, age))
+        keys += lap * (stamp > _newest_unused(step, (age + 1) // 2))
+        keys += np.arange(width, dtype=kind)
+        keys[~inside] = far
+        most = int(counts.max())
+        if most < width:
+            keys = np.partition(keys, most - 1, axis=1)[:, :most]
+        keys.sort(axis=1)
+        taken = (np.arange(keys.shape[1]) < counts[:, None]) & (keys != far)
+        got = np.count_nonzero(taken, axis=1)
+        own = np.repeat(np.arange(lanes.size), got)
+        slots = (self.hand[lanes][own] + keys[taken]) % capacity[own]
+        last = keys[np.arange(lanes.size), np.maximum(got - 1, 0)].astype(np.int64)
+        some = got > 0
+        self.hand[lanes[some]] = (self.hand[lanes[some]] + last[some] + 1) % capacity[some]
+        if resolving:
+            late = (got < counts) | (last >= capacity)
+            early = ~late & ((last + 1) * CLOCK_EARLY < capacity)
+            now = self.age[lanes]
+            now = np.where(late, np.maximum(1, now - CLOCK_LESS), now)
+            self.age[lanes] = np.where(early, np.minimum(CLOCK_MOST_STEPS, now + 1), now)
+        return slots, own
+
     def _look(
         self, lanes: Ints, step: int, resolving: bool, width: int
     ) -> tuple[Ints, NDArray[np.bool_], Ints]:
-        """The ``width`` slots from each hand: which they are, which may go, steps since their last use."""
+        """The ``width`` slots from each hand: which they are, which may go, their stamps."""
         capacity = self.capacity[lanes].astype(np.int32)
         used = self.used[lanes]
         ahead = np.arange(width, dtype=np.int32)
@@ -247,14 +288,14 @@ class SlotPool:
             inside &= slot < used.astype(np.int32)[:, None]
         if width > int(capacity.min()):
             inside &= ahead < capacity[:, None]
-        return slot, inside, step - (stamp >> 1)
+        return slot, inside, stamp
 
     def _window(
         self, lanes: Ints, counts: Ints, step: int, resolving: bool, width: int
     ) -> tuple[Ints, Ints, NDArray[np.bool_]]:
         """Victims of lap 1 within the window; done: lanes that found all of theirs there."""
-        slot, inside, unused = self._look(lanes, step, resolving, width)
-        inside &= unused >= self.age[lanes].astype(np.int32)[:, None]
+        slot, inside, stamp = self._look(lanes, step, resolving, width)
+        inside &= stamp <= _newest_unused(step, self.age[lanes])
         found = np.flatnonzero(inside)
         own = found // width
         each = np.bincount(own, minlength=lanes.size)
@@ -272,40 +313,6 @@ class SlotPool:
                 early = (last + 1) * CLOCK_EARLY < self.capacity[ready]
                 self.age[ready[early]] = np.minimum(CLOCK_MOST_STEPS, self.age[ready[early]] + 1)
         return slot, own, done
-
-    def _whole(self, lanes: Ints, counts: Ints, step: int, resolving: bool) -> tuple[Ints, Ints]:
-        """Victims of up to three laps over whole caches."""
-        width = int(self.capacity[lanes].max())
-        slot, inside, unused = self._look(lanes, step, resolving, width)
-        age = self.age[lanes].astype(np.int32)[:, None]
-        lap = (unused < age).astype(np.int8) + (unused < (age + 1) // 2)
-        lap[~inside] = 3
-        parts = [np.flatnonzero(lap == number) for number in range(3)]
-        found = np.concatenate(parts)
-        number = np.repeat(np.arange(3), [part.size for part in parts])
-        own = found // width
-        order = np.argsort(own, kind="stable")  # lane, then lap, then distance: as they were
-        found, own, number = found[order], own[order], number[order]
-        each = np.bincount(own, minlength=lanes.size)
-        rank = np.arange(found.size) - (np.cumsum(each) - each)[own]
-        taken = rank < counts[own]
-        found, own, number = found[taken], own[taken], number[taken]
-        got = np.minimum(each, counts)
-        ends = np.cumsum(got) - 1
-        some = got > 0
-        capacity = self.capacity[lanes]
-        slots = slot.ravel()[found]
-        self.hand[lanes[some]] = (slots[ends[some]] + 1) % capacity[some]
-        if resolving:
-            passed = np.full(lanes.size, 1 << 60, dtype=np.int64)
-            passed[some] = found[ends[some]] % width + number[ends[some]] * capacity[some]
-            late = (got < counts) | (passed >= capacity)
-            early = ~late & ((passed + 1) * CLOCK_EARLY < capacity)
-            age_now = self.age[lanes]
-            age_now[late] = np.maximum(1, age_now[late] - CLOCK_LESS)
-            age_now[early] = np.minimum(CLOCK_MOST_STEPS, age_now[early] + 1)
-            self.age[lanes] = age_now
-        return slots, own
 
     # --- one lane, seldom --------------------------------------------------------------------------
 
@@ -384,3 +391,9 @@ class SlotPool:
                 raise IntegrityError(f"lane {lane}: {found.size} mapped, {held.size} held")
             if not np.array_equal(self._slot_of[base + held], np.arange(held.size)):
                 raise IntegrityError(f"lane {lane}: slot -> entry -> slot is not the identity")
+
+
+def _newest_unused(step: int, age: Ints) -> Ints:
+    """The highest stamp of a slot that has not been used for ``age`` steps: int32 [n, 1]."""
+    found: Ints = (2 * (step - age) + 1).astype(np.int32)[:, None]
+    return found

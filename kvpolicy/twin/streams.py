@@ -53,7 +53,8 @@ class Streams:
     context: None for requests as they were recorded; else entries that every decoding row sees at
     least, over which selections are stretched. padding: the unit that stands for nothing. unit: entries
     of one. units: most units that are ever named. limit: recorded
-    requests that are stretched, the longest first (as RecordedSource). UserError for a recording that does not fit the geometry.
+    requests that are stretched, the longest first (as RecordedSource). UserError for a recording that
+    does not fit the geometry.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Streams:
         numbers = numbers if context is None else numbers[:limit]
         if not numbers:
             raise UserError(f"recording {self.name!r}: no request in it decodes from its prompt on")
-        chosen = [[recording.selections(n, s) for s in sources] for n in numbers]
+        chosen: list[list[Ints]] = [[recording.selections(n, s) for s in sources] for n in numbers]
         # The last prompt row is kept as recorded where requests are; a stretched one has no use for it.
         if context is not None:
             chosen = [
@@ -150,10 +151,10 @@ def _usable(recording: Recording, stretched: bool) -> list[int]:
     return [number for _, number in sorted(found)]
 
 
-def _stretched(chosen: NDArray[np.int32], unit: int, context: int, name: str) -> Ints:
+def _stretched(chosen: Ints, unit: int, context: int, name: str) -> Ints:
     """Units of a recorded request's selections over ``context`` entries, its seed row's first row too."""
     if int(chosen[1:].min(initial=0)) < 0:
         raise UserError(f"recording {name!r}: a row in it chose fewer than topk entries")
-    starts = stretch(chosen[1:], unit, context)
+    starts = stretch(chosen[1:].astype(np.int32), unit, context)
     # Runs are at least ``unit`` apart, so no two begin in the same unit.
     return np.concatenate((starts[:1], starts)) // unit

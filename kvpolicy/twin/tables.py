@@ -78,7 +78,7 @@ def miss_table(streams: Streams, geometry: Geometry) -> MissTable:
         misses[store] = np.where(own, misses[store], misses[store, last] * np.minimum(tail, 1))
     misses = np.minimum.accumulate(misses, axis=1)
     per_row = np.array([float(_topk(geometry, store.name)) for store in geometry.stores])
-    return MissTable(grid * streams.unit, misses * streams.unit, per_row)
+    return MissTable((grid * streams.unit).astype(np.float64), misses * streams.unit, per_row)
 
 
 def _topk(geometry: Geometry, store: str) -> int:
