@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from kvpolicy.episodes.serving import Served, serve
 from kvpolicy.episodes.twin import make_twin
 from kvpolicy.errors import UserError
 from kvpolicy.learned.controller import Learned
+from kvpolicy.telemetry.latency import percentiles_ms
 
 __all__ = ["Played", "Row", "artifact_hash", "confidence", "judge", "play", "win_rate"]
 
@@ -102,7 +103,6 @@ def play(scenario: Scenario, controller: str, split: str, seed: int, live: bool 
     goodput = served.goodput(scenario.bounds)
     ttft = [v for r in served.requests if (v := r.ttft) is not None]
     tpot = [v for r in served.requests if (v := r.tpot) is not None]
-    p99 = lambda values: float(np.percentile(values, 99)) * 1e3 if values else None  # noqa: E731
     p50, tail = np.percentile(timed.seconds or [0.0], [50, 99]) * 1e6
     return Played(
         seed=seed,
@@ -111,8 +111,8 @@ def play(scenario: Scenario, controller: str, split: str, seed: int, live: bool 
         tokens_per_s=served.tokens_per_s,
         miss_rate=served.miss_rate,
         link_bytes=served.counts["host_to_device_bytes"],
-        ttft_ms=p99(ttft),
-        tpot_ms=p99(tpot),
+        ttft_ms=percentiles_ms(ttft)["p99"],
+        tpot_ms=percentiles_ms(tpot)["p99"],
         decision_us=(round(float(p50), 1), round(float(tail), 1)),
         decisions=int(served.counts["controller_decisions"]),
         fallbacks=int(served.counts["controller_fallbacks"]),
@@ -178,7 +178,7 @@ def row_of(
 def artifact_hash(controller: str) -> str | None:
     """SHA-256 of a controller's policy artifact, None if it has none. UserError for a wrong spec."""
     made = make(controller)
-    return cast(str, made.artifact.spec.sha256) if isinstance(made, Learned) else None
+    return made.artifact.spec.sha256 if isinstance(made, Learned) else None
 
 
 def confidence(scores: Sequence[float]) -> tuple[float, float]:

@@ -84,6 +84,8 @@ def restore(model: Any, env: VecEnv, saved: Saved) -> None:
     model.num_timesteps = int(saved.about["steps"])
     if isinstance(env, VecNormalize):
         found = saved.statistics
-        env.obs_rms.mean, env.obs_rms.var = found["mean"].copy(), found["variance"].copy()
-        env.obs_rms.count = float(found["count"])
-        env.ret_rms.mean, env.ret_rms.var, env.ret_rms.count = map(np.float64, found["returns"])
+        seen: Any = env.obs_rms  # a mapping where observations are one
+        seen.mean, seen.var = found["mean"].copy(), found["variance"].copy()
+        seen.count = float(found["count"])
+        returns: Any = env.ret_rms
+        returns.mean, returns.var, returns.count = map(np.float64, found["returns"])
