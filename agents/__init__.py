@@ -1,4 +1,5 @@
-"""Training, evaluation and export of learned controllers, imported as `kvpolicy.agents`.
+"""Learned controllers, imported as `kvpolicy.agents`: train, judge, tune, export (docs/learning.md).
 
-Arrives in a later release. May import `kvpolicy` and `kvpolicy.env`; neither imports this package.
+May import `kvpolicy` and `kvpolicy.env`; neither imports this package. Its commands come to the command line
+through the entry-point group `kvpolicy.commands`.
 """

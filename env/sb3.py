@@ -17,7 +17,8 @@ __all__ = ["ResidencyVecEnv"]
 class ResidencyVecEnv(VecEnv):
     """Steps a :class:`~kvpolicy.env.vector.ResidencyVector`; wrap it in ``VecMonitor`` for episode returns.
 
-    Ended episodes are truncated ones (``TimeLimit.truncated``), with their ``terminal_observation``.
+    Infos have the ``seconds`` that a step took. Ended episodes are truncated ones (``TimeLimit.truncated``),
+    with their ``terminal_observation``.
     """
 
     def __init__(self, vector: ResidencyVector) -> None:
@@ -41,9 +42,9 @@ class ResidencyVecEnv(VecEnv):
 
     def step_wait(self) -> VecEnvStepReturn:
         observations, rewards, _, done, found = self.vector.step(self._actions)
-        infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+        infos: list[dict[str, Any]] = [{"seconds": s} for s in found["seconds"].tolist()]
         for i in np.flatnonzero(done).tolist():
-            infos[i] = {
+            infos[i] |= {
                 "terminal_observation": found["final_obs"][i],
                 "TimeLimit.truncated": True,
                 "ended": found["final_info"]["ended"][i],

@@ -31,6 +31,7 @@ RANK = {
     "selection": 4,
     "models": 4,
     "control": 4,
+    "learned": 5,
     "controllers": 5,
     "config": 6,
     "sampling": 6,

@@ -43,7 +43,7 @@ COMMANDS = {
 }
 """Command name -> module:function, in the order of the help."""
 
-LATER = (*("train", "evaluate", "export", "leaderboard"),)
+LATER: tuple[str, ...] = ()
 """Names that are kept for commands of a later version."""
 
 PLUGIN_GROUP = "kvpolicy.commands"

@@ -29,6 +29,7 @@ from kvpolicy.controllers.targets import (
     summary,
 )
 from kvpolicy.errors import UserError, unknown_name
+from kvpolicy.learned.controller import Learned
 from kvpolicy.plugins import Found, check_name, find_plugins
 from kvpolicy.yaml_values import read_yaml
 
@@ -47,6 +48,7 @@ _FACTORIES: dict[str, Factory] = {
     "adaptive": Adaptive,
     "hybrid": Hybrid,
     "random": Random,
+    "learned": Learned,
 }
 _BUILT_IN = frozenset(_FACTORIES)
 
