@@ -83,13 +83,6 @@ def test_module_runs_as_a_script() -> None:
 # --- one line for every mistake -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", cli.LATER)
-@pytest.mark.parametrize("rest", [[], ["--json", "--whatever", "3"]])
-def test_later_commands_say_so(name: str, rest: list[str]) -> None:
-    expected = f"{name!r} is not available yet in version {__version__} (see docs/claims.md)"
-    assert error_line(invoke(name, *rest)) == expected
-
-
 @pytest.mark.parametrize(
     ("typo", "meant"), [("rnu", "run"), ("comapre", "compare"), ("lst", "list"), ("demmo", "demo")]
 )

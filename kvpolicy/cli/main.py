@@ -21,7 +21,7 @@ from kvpolicy import __version__
 from kvpolicy.cli import interrupts
 from kvpolicy.errors import UserError, reason, unknown_name
 
-__all__ = ["COMMANDS", "LATER", "PLUGIN_GROUP", "app", "main"]
+__all__ = ["COMMANDS", "PLUGIN_GROUP", "app", "main"]
 
 COMMANDS = {
     "demo": "kvpolicy.cli.demo:demo_command",
@@ -42,9 +42,6 @@ COMMANDS = {
     "info": "kvpolicy.cli.info:info_command",
 }
 """Command name -> module:function, in the order of the help."""
-
-LATER: tuple[str, ...] = ()
-"""Names that are kept for commands of a later version."""
 
 PLUGIN_GROUP = "kvpolicy.commands"
 """Entry-point group of other distributions: command name -> typer app or function."""
@@ -77,10 +74,6 @@ class CommandGroup(TyperGroup):
         command = self.get_command(ctx, name)
         if command is not None:
             return name, command, args[1:]
-        if name in LATER:
-            raise UserError(
-                f"{name!r} is not available yet in version {__version__} (see docs/claims.md)"
-            )
         raise unknown_name("command", name, self.list_commands(ctx))
 
     def invoke(self, ctx: Any) -> Any:
