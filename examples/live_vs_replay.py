@@ -38,8 +38,8 @@ def main() -> None:
     live = serve(gymnasium.make(kvpolicy.env.LIVE, scenario=SCENARIO))
     twin = serve(gymnasium.make(kvpolicy.env.REPLAY, scenario=SCENARIO))
     print(f"{'':14s}{'live':>14s}{'twin':>14s}")
-    for served in (live, twin):  # at most four requests run, each makes one token a step
-        assert 0 < served["tokens"] <= 4 * served["engine steps"]
+    # At most four requests run, and each makes one token a step.
+    assert all(0 < each["tokens"] <= 4 * each["engine steps"] for each in (live, twin))
     for name in live:
         print(f"{name:14s}{live[name]:14,.3f}{twin[name]:14,.3f}")
 
