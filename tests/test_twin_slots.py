@@ -34,9 +34,7 @@ def wanted_by(random: np.random.Generator, step: int) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("rule", sorted(RULES))
 @pytest.mark.parametrize("seed", range(3))
-def test_pool_equals_single_caches(
-    rule: str, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pool_equals_single_caches(rule: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if seed:  # caches that are larger than what is looked at first
         monkeypatch.setattr("kvpolicy.twin.slots.WINDOW", 8 * seed)
         monkeypatch.setattr("kvpolicy.twin.slots.FEW", 4 * seed)
