@@ -40,10 +40,10 @@ def test_it_finds_the_best_and_goes_on_in_its_file(
 ) -> None:
     path = tmp_path / "s.db"
     space = space_of(SPACE, "static")
-    first = tune_controller("static", space, ["tiny"], [0, 1], 12, path)
-    then = tune_controller("static", space, ["tiny"], [0, 1], 30, path)
-    assert (first.trials, then.trials) == (12, 42)
-    assert then.score >= first.score and abs(then.values["device_buffer_rows"] - 40) <= 4
+    first = tune_controller("static", space, ["tiny"], [0, 1], 8, path)
+    then = tune_controller("static", space, ["tiny"], [0, 1], 16, path)
+    assert (first.trials, then.trials) == (8, 24)
+    assert then.score >= first.score and abs(then.values["device_buffer_rows"] - 40) <= 8
     assert {split for _, split, _ in known_best} == {"train"}
     assert {seed for _, _, seed in known_best} == {0, 1}
     with pytest.raises(UserError, match="holds another search"):
