@@ -94,7 +94,8 @@ def train(
             )
         finally:
             bar.stop()
-        evaluation.evaluate()
+        if not evaluation.curve or evaluation.curve[-1][0] != model.num_timesteps:
+            evaluation.evaluate()
         save_model(model, folder / "last.zip", {**about, "reward": evaluation.curve[-1][1]})
         if not (folder / "best.zip").exists():  # resumed elsewhere, and never better than before
             save_model(model, folder / "best.zip", {**about, "reward": evaluation.curve[-1][1]})

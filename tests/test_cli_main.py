@@ -91,7 +91,11 @@ def test_unknown_command_suggests(typo: str, meant: str) -> None:
 
 
 def test_unknown_command_lists_what_there_is() -> None:
-    assert error_line(invoke("zzz")).endswith(f"allowed: {', '.join(cli.COMMANDS)}")
+    line = error_line(invoke("zzz"))
+    assert f"allowed: {', '.join(cli.COMMANDS)}, " in line  # then those of agents/ and of plug-ins
+    assert {"train", "export", "evaluate", "leaderboard", "tune"} <= set(
+        line.split("allowed: ")[1].split(", ")
+    )
 
 
 @pytest.mark.parametrize(
