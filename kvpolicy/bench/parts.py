@@ -16,10 +16,10 @@ from kvpolicy.kernels.ops import Ops
 
 INDEXER, TOP_K, RETRIEVE, FETCH = "indexer", "top-k", "retrieve", "fetch"
 ATTENTION, LINEAR, ELEMENTWISE = "attention", "linear", "norms, elementwise"
-PUBLISH, SAMPLING, HOST = "publish", "sampling", "host"
+PUBLISH, SAMPLING, DRAFT, HOST = "publish", "sampling", "draft", "host"
 PARTS = (
     *(INDEXER, TOP_K, RETRIEVE, FETCH, ATTENTION),
-    *(LINEAR, ELEMENTWISE, PUBLISH, SAMPLING, HOST),
+    *(LINEAR, ELEMENTWISE, PUBLISH, SAMPLING, DRAFT, HOST),
 )
 """In the order of tables and pictures."""
 
@@ -54,6 +54,7 @@ KERNELS: dict[str, str] = {
     "_gumbel_kernel": SAMPLING,
     "_scale_kernel": SAMPLING,
     "_accept_kernel": SAMPLING,
+    "_draft_attention_kernel": DRAFT,
 }
 """Our kernels' names, as a profiler shows them."""
 
