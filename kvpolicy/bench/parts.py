@@ -16,10 +16,10 @@ from kvpolicy.kernels.ops import Ops
 
 INDEXER, TOP_K, RETRIEVE, FETCH = "indexer", "top-k", "retrieve", "fetch"
 ATTENTION, LINEAR, ELEMENTWISE = "attention", "linear", "norms, elementwise"
-PUBLISH, SAMPLING, DRAFT, HOST = "publish", "sampling", "draft", "host"
+PUBLISH, SAMPLING, HOST = "publish", "sampling", "host"
 PARTS = (
     *(INDEXER, TOP_K, RETRIEVE, FETCH, ATTENTION),
-    *(LINEAR, ELEMENTWISE, PUBLISH, SAMPLING, DRAFT, HOST),
+    *(LINEAR, ELEMENTWISE, PUBLISH, SAMPLING, HOST),
 )
 """In the order of tables and pictures."""
 
@@ -54,7 +54,7 @@ KERNELS: dict[str, str] = {
     "_gumbel_kernel": SAMPLING,
     "_scale_kernel": SAMPLING,
     "_accept_kernel": SAMPLING,
-    "_draft_attention_kernel": DRAFT,
+    "_draft_attention_kernel": ATTENTION,
 }
 """Our kernels' names, as a profiler shows them."""
 
