@@ -98,8 +98,11 @@ install: $(VENV)/.base
 demo: $(VENV)/.plot
 	@$(BIN)/kvpolicy demo $(ARGS)
 
+# Files of tests are dealt out to so many processes, each with one thread of torch: more wait for each other.
+WORKERS ?= 2
+
 test: $(VENV)/.dev
-	$(BIN)/pytest $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-full: $(VENV)/.dev
 	$(BIN)/pytest --full $(ARGS)
