@@ -242,7 +242,7 @@ def test_conversations_without_a_common_clock_start_every_minute() -> None:
         b"{broken\n",
         b"\xff\xfe\x00",
         b"\x1f\x8bbroken",
-        gzip.compress(b"time_s,in_tokens,out_tokens\n1,2,3\n")[:-9],
+        gzip.compress(b"time_s,in_tokens,out_tokens\n1,2,3\n", mtime=0)[:-9],
     ],
 )
 def test_what_is_no_trace_is_one_clear_line(content: bytes) -> None:
