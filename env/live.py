@@ -47,5 +47,7 @@ class ResidencyLive(ResidencyEnv):
             episode.close()
 
     def close(self) -> None:
-        super().close()
-        self._holder.close()
+        try:
+            super().close()
+        finally:
+            self._holder.close()
