@@ -62,7 +62,9 @@ def export(path: Path, name: str) -> tuple[bytes, Artifact]:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise UserError(f"model {str(path)!r}: {where} = {first['input']!r}: {first['msg']}") from None
+        raise UserError(
+            f"model {str(path)!r}: {where} = {first['input']!r}: {first['msg']}"
+        ) from None
     return write_artifact(spec, arrays)
 
 

@@ -117,6 +117,10 @@ def test_the_command_says_what_is_missing() -> None:
         ([], "give --controller"),
         (["--controller", "random"], "no search space"),
         (["--config", "x.yaml"], "goes with --space"),
+        (["--config", "x.yaml", "--scenario", "tiny"], "--scenario goes with --controller"),
+        (["--config", "x.yaml", "--episodes", "3"], "--episodes goes with --controller"),
+        (["--controller", "static", "--algo", "ppo"], "--algo goes with --config"),
+        (["--controller", "static", "--output", "x"], "--output goes with --config"),
     ):
         result = CliRunner().invoke(app, ["tune", *arguments])
         assert result.exit_code == 2 and message in result.stderr
