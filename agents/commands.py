@@ -18,6 +18,7 @@ from kvpolicy.cli.output import (
     write_text,
 )
 from kvpolicy.config import parse_override
+from kvpolicy.episodes.environments import REPLAY
 from kvpolicy.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ __all__ = [
 
 CONTROLLERS = ("resident", "hisparse", "hybrid", "adaptive", "learned", "random")
 RIVALS = ("resident", "hisparse", "hybrid")
-REPLAY = "kvpolicy/ResidencyReplay-v0"
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
 
