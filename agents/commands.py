@@ -18,10 +18,12 @@ from kvpolicy.cli.output import (
     write_text,
 )
 from kvpolicy.config import parse_override
+from kvpolicy.episodes.environments import REPLAY
 from kvpolicy.errors import UserError
 
 if TYPE_CHECKING:
     from kvpolicy.agents.judging import Row
+    from kvpolicy.agents.settings import Settings
 
 __all__ = [
     "evaluate_command",
@@ -33,7 +35,6 @@ __all__ = [
 
 CONTROLLERS = ("resident", "hisparse", "hybrid", "adaptive", "learned", "random")
 RIVALS = ("resident", "hisparse", "hybrid")
-REPLAY = "kvpolicy/ResidencyReplay-v0"
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
 
@@ -57,13 +58,17 @@ def train_command(
             help="Over the file: n_timesteps=1e5, env_kwargs.scenario=burst. May be given several times.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, show_default="0")] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", metavar="FOLDER", help="Default: runs/ALGO-SCENARIO-SEED."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last model in the folder.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on from the last model in the folder, as it was begun; only n_timesteps may change.",
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -76,10 +81,10 @@ def train_command(
 
     chosen = config or Path(__file__).parent / "configs" / "quick.yaml"
     settings = read_settings(chosen, algo, env)
-    settings = override(settings, dict(parse_override(text) for text in overrides or ()))
-    folder = (
-        output or Path("runs") / f"{algo}-{settings.env_kwargs.get('scenario', 'burst')}-{seed}"
-    )
+    changes = dict(parse_override(text) for text in overrides or ())
+    settings = override(settings, changes)
+    scenario = settings.env_kwargs.get("scenario", "burst")
+    folder = output or Path("runs") / f"{algo}-{scenario}-{seed or 0}"
     saved = None
     if resume:
         saved = last_model(folder)
@@ -87,10 +92,12 @@ def train_command(
             raise UserError(
                 f"--resume: the model is of {saved.settings.algo} on {saved.settings.env}"
             )
-        # As it was begun; only its length may change.
-        changed = {"n_timesteps": settings.n_timesteps}
-        settings = override(saved.settings, changed)
-        seed = int(saved.about["seed"])
+        begun = int(saved.about["seed"])
+        if seed not in (None, begun):
+            raise UserError(f"--resume: --seed {seed}: the training was begun with {begun}")
+        seed = begun
+        settings = settings if config else override(saved.settings, changes)
+        _check_resumed(settings, saved.settings)
     elif folder.is_dir() and any(folder.glob("*.zip")):
         raise UserError(
             f"{str(folder)!r} holds a training: --resume goes on, --output takes another"
@@ -99,7 +106,7 @@ def train_command(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output {str(folder)!r}: {error.strerror or error}") from None
-    done = train(settings, folder, seed, saved, (lambda line: None) if as_json else warn)
+    done = train(settings, folder, seed or 0, saved, (lambda line: None) if as_json else warn)
     document: dict[str, Any] = {
         "folder": str(folder),
         "best": str(done.best),
@@ -113,6 +120,17 @@ def train_command(
             f"{done.seconds:.1f} s; best mean reward {done.reward:.4f} ({done.best})\n"
             f"next: kvpolicy export {done.best} --output policy.npz\n"
         )
+
+
+def _check_resumed(settings: Settings, begun: Settings) -> None:
+    """A training goes on as it was begun; only its length may change. UserError, naming the key."""
+    now, then = settings.to_dict(), begun.to_dict()
+    for key in {**then, **now}:
+        if key != "n_timesteps" and now.get(key) != then.get(key):
+            raise UserError(
+                f"--resume: {key} = {now.get(key)!r}: the training was begun with {then.get(key)!r}; "
+                "only n_timesteps may change"
+            )
 
 
 def export_command(
@@ -293,14 +311,27 @@ def tune_command(
             help="What to search: NAME: [a, b] or NAME: {low: 1, high: 9, log: true}.",
         ),
     ] = None,
-    algo: Annotated[str, typer.Option("--algo", help="With --config.")] = "ppo",
+    algo: Annotated[
+        str | None, typer.Option("--algo", help="With --config.", show_default="ppo")
+    ] = None,
     scenario: Annotated[
         list[str] | None,
-        typer.Option("--scenario", metavar="NAME", help="May be given several times."),
+        typer.Option(
+            "--scenario",
+            metavar="NAME",
+            help="With --controller. May be given several times.",
+            show_default="load-step",
+        ),
     ] = None,
     episodes: Annotated[
-        int, typer.Option("--episodes", min=1, help="Training loads of each scenario.")
-    ] = 2,
+        int | None,
+        typer.Option(
+            "--episodes",
+            min=1,
+            help="With --controller: training loads of each scenario.",
+            show_default="2",
+        ),
+    ] = None,
     trials: Annotated[int, typer.Option("--trials", min=1)] = 20,
     storage: Annotated[
         Path | None,
@@ -312,8 +343,11 @@ def tune_command(
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
     output: Annotated[
-        Path, typer.Option("--output", metavar="FOLDER", help="Models of --config.")
-    ] = Path("runs/tune"),
+        Path | None,
+        typer.Option(
+            "--output", metavar="FOLDER", help="Models of --config.", show_default="runs/tune"
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Search for a controller's best constants, or the best training settings, on the training split.
@@ -329,17 +363,27 @@ def tune_command(
         raise UserError(
             "give --controller to search over its constants, or --config for a training's"
         )
+    idle = (
+        {"--algo": algo, "--output": output}
+        if controller is not None
+        else {"--scenario": scenario, "--episodes": episodes}
+    )
+    for option, value in idle.items():
+        if value is not None:
+            other, given = ("--config", "--controller")[:: 1 if controller is not None else -1]
+            raise UserError(f"{option} goes with {other}, not with {given}")
     if controller is not None:
         choices = read_space(space) if space else default_space(controller)
-        seeds = range(episodes)
+        seeds = range(episodes or 2)
         names = scenario or ["load-step"]
         done = tune_controller(controller, choices, names, seeds, trials, storage, seed, say)
     else:
         assert config is not None
         if space is None:
             raise UserError("--config goes with --space: what to search over")
-        settings = read_settings(config, algo, REPLAY)
-        done = tune_training(settings, read_space(space), output, trials, storage, seed, say)
+        settings = read_settings(config, algo or "ppo", REPLAY)
+        where = output or Path("runs/tune")
+        done = tune_training(settings, read_space(space), where, trials, storage, seed, say)
     document = {"values": dict(done.values), "score": done.score, "trials": done.trials}
     emit_json(document, as_json, None)
     if not as_json:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from kvpolicy.agents.models import Saved, read_model
 from kvpolicy.errors import UserError
@@ -56,7 +57,15 @@ def export(path: Path, name: str) -> tuple[bytes, Artifact]:
             "model_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
         },
     }
-    return write_artifact(Spec.model_validate(values), arrays)
+    try:
+        spec = Spec.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"model {str(path)!r}: {where} = {first['input']!r}: {first['msg']}"
+        ) from None
+    return write_artifact(spec, arrays)
 
 
 def _is_box(action: str) -> bool:

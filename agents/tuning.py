@@ -111,7 +111,7 @@ def tune_controller(
     processes go on with. UserError for a constant that the controller has not."""
     chosen = [find(name) for name in scenarios]
 
-    def score(values: Mapping[str, Any]) -> float:
+    def score(values: Mapping[str, Any], number: int) -> float:
         text = ",".join(f"{key}={value}" for key, value in values.items())
         spec = f"{controller}{',' if ':' in controller else ':'}{text}"
         return float(
@@ -138,10 +138,14 @@ def tune_training(
         settings, {choice.name: _example(choice) for choice in space}
     )  # wrong names end it now
 
-    def score(values: Mapping[str, Any]) -> float:
-        number = len(list(folder.glob("trial-*")))
+    def score(values: Mapping[str, Any], number: int) -> float:
         where = folder / f"trial-{number}"
-        where.mkdir(parents=True)
+        try:
+            where.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(
+                f"--output {str(where)!r}: {error.strerror or error}: take another folder"
+            ) from None
         return train(override(settings, values), where, seed, tensorboard=False).reward
 
     return _search(score, space, trials, storage, seed, {"settings": settings.to_dict()}, say)
@@ -152,7 +156,7 @@ def _example(choice: Choice) -> Any:
 
 
 def _search(
-    score: Callable[[Mapping[str, Any]], float],
+    score: Callable[[Mapping[str, Any], int], float],
     space: Sequence[Choice],
     trials: int,
     storage: Path | None,
@@ -172,7 +176,6 @@ def _search(
             study_name="kvpolicy",
             direction="maximize",
             load_if_exists=True,
-            sampler=optuna.samplers.TPESampler(seed=seed + 1),
         )
     except Exception as error:  # SQLAlchemy's own, which is no dependency of ours
         raise UserError(
@@ -185,8 +188,11 @@ def _search(
     study.set_user_attr("about", plain)
 
     def objective(trial: Any) -> float:
+        # No two trials of a study have one number, whichever process runs them: none draws another's values.
+        own = int(np.random.SeedSequence((seed, trial.number)).generate_state(1)[0])
+        study.sampler = optuna.samplers.TPESampler(seed=own)
         values = {choice.name: choice.suggest(trial) for choice in space}
-        found = score(values)
+        found = score(values, trial.number)
         say(f"trial {trial.number}: {found:.4f} {values}")
         return found
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import gymnasium
 
-__all__ = ["LIVE", "REPLAY"]
+from kvpolicy.episodes.environments import LIVE, REPLAY
 
-REPLAY = "kvpolicy/ResidencyReplay-v0"
-LIVE = "kvpolicy/ResidencyLive-v0"
+__all__ = ["LIVE", "REPLAY"]
 
 gymnasium.register(
     REPLAY,

@@ -37,15 +37,11 @@ class ResidencyLive(ResidencyEnv):
         self._patience = patience
         self._holder = LiveEngine(self.scenario, self.agent, **self.changes)
 
-    def _start(self, load: Workload, seed: int) -> LiveEpisode:
+    def _start(self, load: Workload) -> LiveEpisode:
         return LiveEpisode(self._holder, self.scenario, load, self._patience)
 
-    def _leave(self) -> None:
-        episode = self._episode
-        super()._leave()
-        if isinstance(episode, LiveEpisode):
-            episode.close()
-
     def close(self) -> None:
-        super().close()
-        self._holder.close()
+        try:
+            super().close()
+        finally:
+            self._holder.close()

@@ -64,7 +64,7 @@ class ResidencyReplay(ResidencyEnv):
         if fidelity == "curves":
             check_fluid(self)
 
-    def _start(self, load: Workload, seed: int) -> TwinEpisode:
+    def _start(self, load: Workload) -> TwinEpisode:
         engine = make_twin(self.scenario, self.agent, self._recording, self._cost, **self.changes)
         return TwinEpisode(engine, self.scenario, load)
 

@@ -33,6 +33,7 @@ class Episode(Protocol):
 
     def begin(self) -> Outcome: ...
     def advance(self) -> Outcome: ...
+    def close(self) -> None: ...
 
 
 class ResidencyEnv(gymnasium.Env[Vector, Any]):
@@ -151,7 +152,7 @@ class ResidencyEnv(gymnasium.Env[Vector, Any]):
         self._outcome: Outcome | None = None
         self._taken = 0
 
-    def _start(self, load: Workload, seed: int) -> Episode:
+    def _start(self, load: Workload) -> Episode:
         """A new episode under ``self.agent``."""
         raise NotImplementedError
 
@@ -166,7 +167,8 @@ class ResidencyEnv(gymnasium.Env[Vector, Any]):
             self._leave()
             load = self.scenario.load(self.split, self.np_random)
             self.baseline = self.scenario.baseline(load)
-            self._episode = self._start(load, int(self.np_random.integers(1 << 31)))
+            self.np_random.integers(1 << 31)  # unused: later loads stay those that trainings had
+            self._episode = self._start(load)
             self._outcome = self._episode.begin()
             self._taken = 0
             if self._outcome.observation is not None:
@@ -235,7 +237,9 @@ class ResidencyEnv(gymnasium.Env[Vector, Any]):
     # --- inside ----------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        self._episode = self._outcome = None
+        episode, self._episode, self._outcome = self._episode, None, None
+        if episode is not None:
+            episode.close()
 
     def _observe(self, outcome: Outcome) -> Vector:
         if outcome.observation is None:

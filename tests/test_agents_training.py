@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from typer.testing import CliRunner
 
 import kvpolicy.env
 from kvpolicy.agents.exporting import export
 from kvpolicy.agents.models import read_model
 from kvpolicy.agents.settings import Settings, override, read_settings, settings_of
 from kvpolicy.agents.training import Trained, last_model, train
+from kvpolicy.cli.main import app
 from kvpolicy.errors import UserError
 from kvpolicy.learned.network import Network
 
@@ -119,6 +121,29 @@ def test_a_resumed_training_goes_on(run: Run, tmp_path: Path) -> None:
     assert steps > before
     with pytest.raises(UserError, match="has 256 already"):
         train(tiny(), tmp_path, seed=3, resume=saved, tensorboard=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--seed", "4"], "--seed 4: the training was begun with 3"),
+        (["--set", "gamma=0.5"], "gamma = 0.5: the training was begun with None"),
+        (["--set", "env_kwargs.scenario=burst"], "env_kwargs = "),
+        (["--config", str(CONFIGS[0])], "the training was begun with"),
+        (["--seed", "3", "--set", "n_timesteps=256"], "has 256 already"),
+        ([], "has 256 already"),  # as long as it was begun, not as the quick recipe is
+    ],
+)
+def test_a_resumed_training_is_not_changed(options: list[str], message: str, run: Run) -> None:
+    folder, _ = run("ppo")
+    result = CliRunner().invoke(app, ["train", "--resume", "--output", str(folder), *options])
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_a_name_that_is_too_long_is_one_clear_line(run: Run) -> None:
+    folder, _ = run("ppo")
+    with pytest.raises(UserError, match=r"name = 'n{101}': String should have at most 100"):
+        export(folder / "last.zip", "n" * 101)
 
 
 def test_what_a_run_folder_holds(run: Run) -> None:

@@ -50,6 +50,17 @@ def test_it_finds_the_best_and_goes_on_in_its_file(
         tune_controller("hisparse", space, ["tiny"], [0, 1], 1, path)
 
 
+def test_processes_with_one_storage_draw_other_values(
+    known_best: list[tuple[str, str, int]], tmp_path: Path
+) -> None:
+    space = space_of({"device_buffer_rows": {"low": 0, "high": 1 << 20}}, "static")
+    for _ in range(4):  # as four processes that begin, one trial each
+        tune_controller("static", space, ["tiny"], [0], 1, tmp_path / "s.db")
+    assert len({controller for controller, _, _ in known_best}) == 4
+    tune_controller("static", space, ["tiny"], [0], 4, None)
+    assert known_best[:4] == known_best[4:]  # and the same ones in one go
+
+
 def test_a_real_search_from_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "space.yaml").write_text("reserve: [0.05]\n")
     arguments = ["tune", "--controller", "adaptive", "--space", str(tmp_path / "space.yaml")]
@@ -78,6 +89,8 @@ def test_training_settings_are_searched(tmp_path: Path) -> None:
     done = tune_training(settings, space, tmp_path / "runs", 2, None)
     assert done.trials == 2 and done.values["learning_rate"] in (0.001, 0.01)
     assert (tmp_path / "runs" / "trial-1" / "best.zip").is_file()
+    with pytest.raises(UserError, match="trial-0': File exists"):
+        tune_training(settings, space, tmp_path / "runs", 1, None)
     with pytest.raises(UserError, match="did you mean 'learning_rate'"):
         tune_training(settings, space_of({"learnin_rate": [1]}, "s"), tmp_path, 1, None)
 
@@ -104,6 +117,10 @@ def test_the_command_says_what_is_missing() -> None:
         ([], "give --controller"),
         (["--controller", "random"], "no search space"),
         (["--config", "x.yaml"], "goes with --space"),
+        (["--config", "x.yaml", "--scenario", "tiny"], "--scenario goes with --controller"),
+        (["--config", "x.yaml", "--episodes", "3"], "--episodes goes with --controller"),
+        (["--controller", "static", "--algo", "ppo"], "--algo goes with --config"),
+        (["--controller", "static", "--output", "x"], "--output goes with --config"),
     ):
         result = CliRunner().invoke(app, ["tune", *arguments])
         assert result.exit_code == 2 and message in result.stderr

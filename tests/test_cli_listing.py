@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import gymnasium
 from typer.testing import CliRunner
 
+import kvpolicy.env
 from kvpolicy import controllers, workloads
 from kvpolicy.cli.main import app
 from kvpolicy.geometry.presets import preset_names
@@ -29,7 +31,10 @@ def test_json_holds_every_registered_name() -> None:
     assert {"none", "dflash", "dflash2", "dspark"} <= set(names["drafters"])
     assert names["models"] == list(preset_names())
     assert names["workloads"] == [name for name, _ in workloads.describe()]
-    assert names["environments"] == []
+    assert names["environments"] == [kvpolicy.env.REPLAY, kvpolicy.env.LIVE]
+    assert set(names["environments"]) == {
+        i for i in gymnasium.registry if i.startswith("kvpolicy/")
+    }
     assert all(e["description"] for entries in found.values() for e in entries)
 
 

@@ -17,6 +17,7 @@ from stable_baselines3.common.env_checker import check_env as sb3_check_env
 import kvpolicy.env
 from kvpolicy.control.actions import ACTIONS
 from kvpolicy.episodes.live import LiveEpisode
+from kvpolicy.workloads.runner import Runner
 
 ONE_STEP = {"control_interval": 1}
 MIDDLE = np.zeros(3, dtype=np.float32)
@@ -41,7 +42,7 @@ def test_both_checkers_are_content(action: str) -> None:
 
 @pytest.fixture
 def env() -> Any:
-    own = make(engine=ONE_STEP, patience=2.0).unwrapped
+    own = make(engine=ONE_STEP).unwrapped  # patient: a step may take seconds on a busy machine
     own.reset(seed=0)
     own.step(MIDDLE)
     yield own
@@ -72,13 +73,16 @@ def test_a_killed_engine_ends_the_episode(env: Any) -> None:
 
 
 def test_a_stuck_worker_ends_the_episode(env: Any) -> None:
-    engine, never = episode_of(env).engine, threading.Event()
+    episode, never = episode_of(env), threading.Event()
+    engine, episode._patience = episode.engine, 2.0
     engine.residents.grow = lambda step: never.wait()
     start = time.monotonic()
     _, _, terminated, _, info = env.step(MIDDLE)
     assert terminated and info["ended"].startswith("stuck: nothing for")
     assert time.monotonic() - start < 15
     never.set()
+    episode._thread.join(60)
+    assert not episode._thread.is_alive()  # it was told to end
     env.reset(seed=1)
     assert episode_of(env).engine is not engine
 
@@ -96,11 +100,29 @@ def test_an_exhausted_pool_ends_the_episode(env: Any) -> None:
 
 
 def test_reset_in_the_middle_keeps_the_engine(env: Any) -> None:
-    engine = episode_of(env).engine
+    engine, threads = episode_of(env).engine, serving_threads()
     for seed in (1, 2):
         env.reset(seed=seed)
         assert episode_of(env).engine is engine
         env.step(MIDDLE)
-        assert len(engine.requests) <= 4
+        # However many came meanwhile, all are of this episode.
+        assert set(engine.requests) <= {handle.id for handle in episode_of(env)._runner.handles}
     engine.check_integrity()
-    assert threading.active_count() < 8
+    assert serving_threads() <= threads
+
+
+def serving_threads() -> int:
+    return sum(thread.name == "kvpolicy-live" for thread in threading.enumerate())
+
+
+def test_an_episode_that_cannot_begin_leaves_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(runner: Any) -> None:
+        raise RuntimeError("broken by a test")
+
+    own = make(engine=ONE_STEP).unwrapped
+    monkeypatch.setattr(Runner, "start", broken)
+    with pytest.raises(RuntimeError, match="broken by a test"):
+        own.reset(seed=0)
+    assert own._holder._engine is not None
+    own.close()
+    assert own._holder._engine is None

@@ -15,6 +15,7 @@ from stable_baselines3.common.env_checker import check_env as sb3_check_env
 
 import kvpolicy.env
 from kvpolicy.control.actions import ACTIONS
+from kvpolicy.episodes.twin import TwinEpisode
 from kvpolicy.errors import UserError
 
 REPLAY = kvpolicy.env.REPLAY
@@ -30,6 +31,20 @@ def test_both_checkers_are_content(action: str) -> None:
         warnings.simplefilter("error")
         check_env(make(action=action).unwrapped)
         sb3_check_env(make(action=action).unwrapped)
+
+
+def test_episodes_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next reset and by close(): each lets go of its twin once."""
+    closed: list[Any] = []
+    monkeypatch.setattr(TwinEpisode, "close", lambda episode: closed.append(episode))
+    env = make().unwrapped
+    seen = []
+    for seed in (0, 1):
+        env.reset(seed=seed)
+        seen.append(env._episode)  # type: ignore[attr-defined]
+    env.close()
+    env.close()
+    assert closed == seen
 
 
 # Prints a digest of everything that an episode gives.

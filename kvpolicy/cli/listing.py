@@ -12,6 +12,7 @@ from kvpolicy import evictions, workloads
 from kvpolicy.cli.output import check_output, emit_json, warn, write_text
 from kvpolicy.controllers.registry import ControllerInfo
 from kvpolicy.controllers.registry import catalogue as controller_catalogue
+from kvpolicy.episodes.environments import ENVIRONMENTS
 from kvpolicy.evictions import EvictionInfo
 from kvpolicy.geometry.hf_config import EMBEDDED
 from kvpolicy.geometry.presets import preset, preset_names
@@ -42,7 +43,9 @@ def listing() -> tuple[dict[str, list[Entry]], tuple[str, ...]]:
         "drafters": [_entry(info) for info in drafters],
         "models": models,
         "workloads": [{"name": name, "description": text} for name, text in workloads.describe()],
-        "environments": [],
+        "environments": [
+            {"name": name, "description": text} for name, text in ENVIRONMENTS.items()
+        ],
     }
     return found, tuple(dict.fromkeys((*no_controllers, *no_rules, *no_drafters)))
 

@@ -111,6 +111,7 @@ class LiveEpisode:
     ) -> None:
         self._holder, self._load, self._patience = holder, load, patience
         self.engine = engine = holder.ready()
+        self._gate = holder.gate  # the holder's is another one in the next episode
         engine.set_slo(scenario.bounds)
         read = scenario.own.read
 
@@ -139,7 +140,7 @@ class LiveEpisode:
         if not self._due:
             raise RuntimeError("no decision is due: the episode has ended")
         self._due = False
-        self._holder.gate.open.put(True)
+        self._gate.open.put(True)
         return self._wait()
 
     def close(self) -> None:
@@ -147,8 +148,9 @@ class LiveEpisode:
         if self._over:
             return
         self._over = self._stop = True
-        self._holder.gate.open.put(False)
-        self._thread.join(self._patience)
+        self._gate.open.put(False)
+        if self._thread.ident is not None:  # None: the episode could not begin
+            self._thread.join(self._patience)
         self._settle(self._thread.is_alive())
 
     # --- the caller's side -------------------------------------------------------------------------
@@ -156,9 +158,10 @@ class LiveEpisode:
     def _wait(self) -> Outcome:
         idle = max(0.0, self._load.end - self._runner.now) if not self._load.closed else 0.0
         try:
-            message: Message = self._holder.gate.told.get(timeout=self._patience + idle)
+            message: Message = self._gate.told.get(timeout=self._patience + idle)
         except Empty:
-            self._over = True
+            self._over = self._stop = True
+            self._gate.open.put(False)  # should it come back, it ends
             self._settle(stuck=True)
             return self._ended(f"stuck: nothing for {self._patience + idle:.0f} s", failed=True)
         if isinstance(message, Observation):
@@ -206,7 +209,7 @@ class LiveEpisode:
     # --- the engine's thread -----------------------------------------------------------------------
 
     def _serve(self) -> None:
-        gate, runner = self._holder.gate, self._runner
+        gate, runner = self._gate, self._runner
         try:
             while not self._stop and runner.ready() and runner.now < self._load.end:
                 runner.worked(self.engine.step())

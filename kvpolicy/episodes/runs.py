@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,8 +63,6 @@ def measure(
     run. seconds: no run begins after
     this. One engine serves all scenarios that share a config.
     """
-    import time
-
     start = time.perf_counter()
     found: list[Served] = []
     record: dict[str, Any] = {}
