@@ -94,7 +94,7 @@ def demo_command(
         Path | None, typer.Option("--output", metavar="FILE", help="Also write the JSON to a file.")
     ] = None,
 ) -> None:
-    """Send a load step through four policies and check that the output is one (80 s on a CPU).
+    """Send a load step through four policies and check that their outputs are identical (80 s on a CPU).
 
     Few requests, then many, then few, of held-out text and with the same memory: what each policy
     keeps on the device, fetches and makes wait differs, every token and every logit must not. Exit
