@@ -26,7 +26,9 @@ from kvpolicy.memory.verify import VerifyRows, VerifyStep
 from kvpolicy.models.glm_dsa import GlmDsa
 from kvpolicy.models.loader import DecodeModel, load_model
 from kvpolicy.recording.recorder import Recorder
+from kvpolicy.shadows import Shadows
 from kvpolicy.speculative.proposal import Proposal
+from kvpolicy.twin.records import WorkLog
 
 PROMPTS = [b"def f(x):\n    return x + 1\n" * 3, b"z" * 20]
 GREEDY = SamplingParams(max_new_tokens=40)
@@ -447,6 +449,16 @@ def test_a_recording_is_made_without_a_drafter(micro: GlmDsa, tmp_path: Path) ->
         pytest.raises(UserError, match="without a drafter"),
     ):
         Recorder(engine, tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("watch", [lambda e: Shadows(e, ["resident"]), WorkLog])
+def test_who_follows_single_rows_refuses_a_drafter(
+    micro: GlmDsa, watch: Callable[[Engine], Any]
+) -> None:
+    with make(micro, drafter="ngram") as engine:
+        with pytest.raises(UserError, match=r"drafter = 'ngram': .* one row per request"):
+            watch(engine)
+        assert not engine.observers
 
 
 class Tapping(Garbage):
