@@ -423,12 +423,13 @@ def test_drafts_take_no_memory_from_anybody(micro: GlmDsa) -> None:
 class Capping:
     """Allows two draft tokens, and remembers what it saw."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 2) -> None:
+        self.most = most
         self.seen: list[Observation] = []
 
     def decide(self, observation: Observation) -> Plan:
         self.seen.append(observation)
-        return replace(Plan.even(24), draft_tokens=2)
+        return replace(Plan.even(24), draft_tokens=self.most)
 
 
 def test_a_controller_sees_acceptance_and_caps_the_draft(
@@ -441,6 +442,27 @@ def test_a_controller_sees_acceptance_and_caps_the_draft(
     lengths = [o.accepted_length for o in controller.seen if o.cycles]
     assert lengths and all(length is not None and 1 <= length <= 3 for length in lengths)
     assert any(o.verify_rows > o.cycles and o.misses_per_verify_row > 0 for o in controller.seen)
+
+
+def test_a_cap_narrows_what_is_weighed(
+    micro: GlmDsa, plain: dict[SamplingParams, list[RequestOutput]]
+) -> None:
+    """K = 7 under a cap of 5: steps are booked as 5, and 3 and 0 are tried though 7 never runs."""
+    values = {"clock": "wall", "verify_length": "scheduled", "controller": Capping(5)}
+    drafter = scripted(plain[GREEDY], tokens=7)
+    with make(micro, drafter=drafter, **values) as engine:
+        booked = set()
+        assert engine.speculator is not None and engine.speculator.schedule is not None
+        schedule = engine.speculator.schedule
+        timed = schedule.timed
+
+        def note(requests: int, width: int, *rest: Any) -> None:
+            booked.add(width)
+            timed(requests, width, *rest)
+
+        schedule.timed = note  # type: ignore[method-assign]
+        assert engine.generate(PROMPTS, GREEDY) == plain[GREEDY]
+    assert {5, 3, 0} <= booked and 7 not in booked
 
 
 def test_a_recording_is_made_without_a_drafter(micro: GlmDsa, tmp_path: Path) -> None:

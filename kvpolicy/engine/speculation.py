@@ -202,10 +202,12 @@ class Speculator:
         self.counts.draft_seconds += seconds
         return Drafts(tuple(requests), anchors, sampling, proposal, tuple(lengths), seats, seconds)
 
-    def limits(self, requests: Sequence[Request], memory: Hierarchy) -> list[int]:
+    def limits(
+        self, requests: Sequence[Request], memory: Hierarchy, most: int | None = None
+    ) -> list[int]:
         """Most tokens to verify of each request: what it may still say, has room for, and a controller
-        allows, and the schedule's width."""
-        cap = self.cap
+        allows, and the schedule's width. most: what a step has room for, None: any."""
+        cap = self.cap if most is None else min(self.cap, most)
         if self.schedule is not None:
             cap = self.schedule.cap(len(requests), cap)
         return [

@@ -55,7 +55,7 @@ class VerifySchedule:
 
     def cap(self, requests: int, most: int) -> int:
         """Most tokens to propose for each of so many requests in the next step, up to ``most``."""
-        return min(most, self._widths.choose(requests)) if self._wall else most
+        return self._widths.choose(requests, most) if self._wall else most
 
     def note(self, seats: Tensor, lengths: Tensor, accepted: Tensor) -> None:
         """What the step brought: int64 [r] each."""
@@ -66,7 +66,7 @@ class VerifySchedule:
     def timed(
         self, requests: int, width: int, rows: int, tokens: int, seconds: float, ragged: bool
     ) -> None:
-        """A step of so many requests, proposed tokens each, rows in all and committed tokens has taken so
+        """A step of so many requests, proposed tokens each (at most), rows in all and committed tokens has taken so
         many seconds, drafting included. ragged: it computed the verified rows only: its time follows them."""
         self._steps += 1
         if not self._wall:

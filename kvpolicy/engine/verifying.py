@@ -131,15 +131,17 @@ class VerifyDecoder:
     def rows_of(self, requests: Sequence[Request]) -> int:
         """Rows of each request in the next step: 1 where nothing is to be verified, else 1 + K, or 1 + half
         of it where that is enough, or all that staging holds."""
-        most = max(self.speculator.limits(requests, self.memory))
+        most = max(self._limits(requests))
         if not most or not self.speculator.active:
             return 1
-        wide = min(width for width in self._widths if width >= most)
+        return 1 + min(width for width in self._widths if width >= most)
+
+    def _limits(self, requests: Sequence[Request]) -> list[int]:
+        """Most tokens to verify of each request in rows that staging holds; where it does not even hold
+        half, the step is not ours (:meth:`fits`)."""
         size = self._size(len(requests))
-        fitting = [
-            w for w in self._widths if w <= wide and self.memory.decodes_at_once(size * (1 + w))
-        ]
-        return 1 + max(fitting, default=wide)
+        fitting = [w for w in self._widths if self.memory.decodes_at_once(size * (1 + w))]
+        return self.speculator.limits(requests, self.memory, max(fitting, default=None))
 
     def _size(self, rows: int) -> int:
         return min(1 << (rows - 1).bit_length(), self._most_rows) if self.capture else rows
@@ -150,7 +152,7 @@ class VerifyDecoder:
         """Draft, verify, commit and account for some requests. Waits for the device."""
         started = time.perf_counter()
         speculator = self.speculator
-        limits = speculator.limits(requests, self.memory)
+        limits = self._limits(requests)
         q = self.rows_of(requests)
         held = [
             self.memory.decoding(request.id, 1 + limit)
@@ -178,7 +180,8 @@ class VerifyDecoder:
         self.memory.advance(held, step, answer.counts)
         seconds = time.perf_counter() - started
         counts.verify_seconds += seconds - (counts.draft_seconds - drafting)
-        speculator.timed(q - 1, len(rows) * q, answer.counts, seconds, ragged=False)
+        width = min(max(limits), q - 1)
+        speculator.timed(width, len(rows) * q, answer.counts, seconds, ragged=False)
         return answer
 
     def _read(
