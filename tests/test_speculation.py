@@ -145,6 +145,51 @@ def test_a_hostile_drafter_changes_no_token_and_is_given_up(
     assert [len(o.tokens) for o in law] == [40, 40]
 
 
+class Silent(Scripted):
+    """Fails at every call."""
+
+    def propose(self, *arguments: Any) -> Proposal:
+        raise RuntimeError("nothing to say")
+
+
+@pytest.mark.parametrize("staging", [None, 16])
+def test_only_sound_tokens_up_to_the_limit_count_as_proposed(
+    micro: GlmDsa, plain: dict[SamplingParams, list[RequestOutput]], staging: int | None
+) -> None:
+    """In steps that the device shapes, and in those of the host."""
+    changes = {} if staging is None else {"staging_rows": staging}
+    drafter = scripted(plain[GREEDY], tokens=7)
+    counts = run(micro, drafter=drafter, verify_length="full", **changes)[1]["speculation"]
+    assert counts["proposed"] == counts["verified"] and counts["proposed"][0] > 0
+    drafter = scripted(plain[GREEDY], kind=Silent, tokens=7)
+    counts = run(micro, drafter=drafter, **changes)[1]["speculation"]
+    assert counts["drafter_failures"] == FAILURES and counts["proposed"] == [0] * 7
+
+
+def test_steps_with_prompt_rows_tell_no_price(
+    micro: GlmDsa, plain: dict[SamplingParams, list[RequestOutput]]
+) -> None:
+    """The host shapes the steps; one request decodes while the other's prompt is read."""
+    values = {"clock": "wall", "verify_length": "scheduled", "staging_rows": 16}
+    drafter = scripted(plain[GREEDY], tokens=7)
+    with make(micro, drafter=drafter, prefill_chunk=8, **values) as engine:
+        assert engine.speculator is not None
+        timed: list[int] = []
+        engine.speculator.timed = lambda *_, **__: timed.append(1)  # type: ignore[method-assign, misc]
+        mixed: list[tuple[bool, int]] = []
+        engine.observers.append(
+            lambda _, batch: mixed.append((bool(batch.decode and batch.prompts), len(timed)))
+        )
+        handles = [engine.submit(PROMPTS[1], GREEDY)]
+        while not handles[0].done:
+            engine.step()
+            if len(handles) == 1 and timed:
+                handles.append(engine.submit(PROMPTS[0], GREEDY))
+    told = [0, *(count for _, count in mixed)]
+    seen = [after - before for (both, after), before in zip(mixed, told, strict=False) if both]
+    assert seen and not any(seen) and timed
+
+
 # --- rejected rows --------------------------------------------------------------------------------
 
 AfterStep = Callable[[list[tuple[int, int, int, int]], Callable[[Selector], Tensor]], None]

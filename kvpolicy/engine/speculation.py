@@ -42,9 +42,11 @@ FAILURES = 16
 
 class Counts:
     """What speculation did so far. cycles: verify steps of single requests. committed: tokens that they
-    gave, the bonus token counted. proposed, verified, accepted: per position behind the anchor.
-    failures: proposals or contexts that could not be used. draft_seconds, verify_seconds: wall time of
-    drafting, and of steps that verified."""
+    gave, the bonus token counted. proposed, verified, accepted: per position behind the anchor; proposed
+    are sound tokens up to the request's limit. failures: proposals or contexts that could not be used.
+    draft_seconds, verify_seconds: wall time on the host of drafting, and of steps that verified. On a
+    GPU drafting counts as long as it takes to launch, and 0 where it is inside a captured graph; what the
+    device then takes for it is in verify_seconds, which wait for the step."""
 
     def __init__(self, width: int) -> None:
         self.cycles = 0
@@ -95,13 +97,15 @@ class Counts:
 @dataclass(frozen=True, slots=True)
 class Drafts:
     """Proposals of some requests. anchors: int64 [r], where their last committed tokens stand. lengths:
-    how many proposed tokens of each are verified. seats: int64 [r]. seconds: what drafting took."""
+    how many proposed tokens of each are verified. proposed: how many sound ones there are of each, up to
+    its limit. seats: int64 [r]. seconds: what drafting took."""
 
     requests: tuple[Request, ...]
     anchors: Tensor
     sampling: RowSampling
     proposal: Proposal
     lengths: tuple[int, ...]
+    proposed: tuple[int, ...]
     seats: Tensor
     seconds: float = 0.0
 
@@ -189,18 +193,22 @@ class Speculator:
         seats, anchors, tokens, most, numbers = columns
         sampling = sampling_of(requests, device)
         proposal, lengths = None, [0] * len(requests)
+        proposed = lengths
         if self.active and max(limits):
             proposal = self.propose(memory, seats, anchors, tokens, sampling)
         if proposal is None:
             proposal = Proposal(tokens.new_zeros((len(requests), 0)), OneHot())
         else:
             proposal, found, sound = self.lengths(proposal, seats, numbers, most)
-            *lengths, fine = torch.cat([found, sound.all()[None].long()]).tolist()
-            if not fine:
+            lengths, fine = torch.stack([found, sound.long()]).tolist()
+            width = proposal.width
+            proposed = [min(n, width) * ok for n, ok in zip(limits, fine, strict=True)]
+            if not all(fine):
                 self.failed("proposed tokens or probabilities that are none")
         seconds = time.perf_counter() - started
         self.counts.draft_seconds += seconds
-        return Drafts(tuple(requests), anchors, sampling, proposal, tuple(lengths), seats, seconds)
+        told = tuple(lengths), tuple(proposed)
+        return Drafts(tuple(requests), anchors, sampling, proposal, *told, seats, seconds)
 
     def limits(
         self, requests: Sequence[Request], memory: Hierarchy, most: int | None = None
@@ -292,8 +300,8 @@ class Speculator:
             any(request.params.temperature > 0.0 for request in drafts.requests),
         )
         kept = torch.cat([accepted[:, None], last[:, None], drafts.proposal.tokens], dim=1).tolist()
-        for length, (count, *_) in zip(lengths, kept, strict=True):
-            self.counts.note(width, length, count)
+        for proposed, length, (count, *_) in zip(drafts.proposed, lengths, kept, strict=True):
+            self.counts.note(proposed, length, count)
         self.learn(drafts.seats, verified, accepted, width > 0)
         return Verdict(
             tuple(count for count, *_ in kept),

@@ -170,39 +170,49 @@ class VerifyDecoder:
         most = max(r.computed + 1 + limit for r, limit in zip(requests, limits, strict=True))
         sampled = any(request.params.temperature > 0.0 for request in requests)
         counts = speculator.counts
-        failures, drafting = counts.failures, counts.draft_seconds
-        found = self._step(inputs, q, most, sampled)
+        failures, drafted, began = counts.failures, 0.0, time.perf_counter()
+        proposal = self._ahead(inputs, q)
+        if proposal is not None:
+            drafted = time.perf_counter() - began
+            counts.draft_seconds += drafted
+        found = self._step(inputs, q, most, sampled, proposal)
         sent, logits = ToHost(found.kept), ToHost(found.logits[: len(rows) * q])
         kept = sent.read()[: len(rows)].tolist()
         if not all(row[3] for row in kept) and failures == counts.failures:
             speculator.failed("proposed tokens or probabilities that are none")
-        answer = self._read(requests, q, kept, logits)
+        width = min(max(limits), q - 1)
+        answer = self._read(requests, [min(limit, width) for limit in limits], kept, logits, q)
         self.memory.advance(held, step, answer.counts)
         seconds = time.perf_counter() - started
-        counts.verify_seconds += seconds - (counts.draft_seconds - drafting)
-        width = min(max(limits), q - 1)
+        counts.verify_seconds += seconds - drafted
         speculator.timed(width, len(rows) * q, answer.counts, seconds, ragged=False)
         return answer
 
     def _read(
-        self, requests: Sequence[Request], q: int, kept: list[list[int]], logits: ToHost
+        self,
+        requests: Sequence[Request],
+        limits: Sequence[int],
+        kept: list[list[int]],
+        logits: ToHost,
+        q: int,
     ) -> Answer:
         counts, tokens = [], []
-        for i, (request, (accepted, last, length, _, *drafted)) in enumerate(
-            zip(requests, kept, strict=True)
+        for i, (request, limit, (accepted, last, length, sound, *drafted)) in enumerate(
+            zip(requests, limits, kept, strict=True)
         ):
-            self.speculator.counts.note(q - 1, length, accepted)
+            self.speculator.counts.note(limit if sound else 0, length, accepted)
             counts.append(accepted + 1)
             found = [*drafted[:accepted], last]
             tokens += [(request, token, i * q + j) for j, token in enumerate(found)]
         return Answer(tuple(counts), tuple(tokens), logits)
 
-    def _step(self, inputs: VerifyInputs, q: int, most: int, sampled: bool) -> _Found:
-        proposal = None
-        if not self._inside:
-            started = time.perf_counter()
-            proposal = self._placed(inputs, q, self._draft(inputs, q))
-            self.speculator.counts.draft_seconds += time.perf_counter() - started
+    def _ahead(self, inputs: VerifyInputs, q: int) -> Proposal | None:
+        """What is drafted before the step, None where the graph drafts."""
+        return None if self._inside else self._placed(inputs, q, self._draft(inputs, q))
+
+    def _step(
+        self, inputs: VerifyInputs, q: int, most: int, sampled: bool, proposal: Proposal | None
+    ) -> _Found:
         if not self.capture:
             return self._compute(inputs, q, most, sampled, proposal)
         room = SHORTEST
@@ -268,7 +278,7 @@ class VerifyDecoder:
             inputs.table.copy_(torch.tensor(inputs.numbers([], 0)))
             for q in (1, *(1 + width for width in self._widths)):
                 if self.memory.decodes_at_once(size * q):
-                    self._step(inputs, q, most_tokens, sampled)
+                    self._step(inputs, q, most_tokens, sampled, self._ahead(inputs, q))
             if size >= self._most_rows:
                 return
             size = min(2 * size, self._most_rows)
