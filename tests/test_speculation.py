@@ -16,7 +16,7 @@ from toy_model import ToyModel
 
 from kvpolicy import Engine, EngineConfig, Observation, Plan, SamplingParams, UserError
 from kvpolicy.engine.request import RequestOutput
-from kvpolicy.engine.speculation import FAILURES
+from kvpolicy.engine.speculation import FAILURES, Places
 from kvpolicy.geometry.geometry import Selector
 from kvpolicy.kernels.paging import scatter
 from kvpolicy.kernels.resolve import CacheTables
@@ -27,7 +27,7 @@ from kvpolicy.models.glm_dsa import GlmDsa
 from kvpolicy.models.loader import DecodeModel, load_model
 from kvpolicy.recording.recorder import Recorder
 from kvpolicy.shadows import Shadows
-from kvpolicy.speculative.proposal import Proposal
+from kvpolicy.speculative.proposal import OneHot, Proposal
 from kvpolicy.twin.records import WorkLog
 
 PROMPTS = [b"def f(x):\n    return x + 1\n" * 3, b"z" * 20]
@@ -143,6 +143,21 @@ def test_a_hostile_drafter_changes_no_token_and_is_given_up(
     assert "it is not asked again" in caplog.text
     law = run(micro, SAMPLED, drafter=Garbage(2), verification="standard")[0]
     assert [len(o.tokens) for o in law] == [40, 40]
+
+
+def test_what_is_drafted_before_a_graph_keeps_its_confidence(micro: GlmDsa) -> None:
+    with make(micro, drafter="ngram") as engine:
+        assert engine.speculator is not None
+        places: Places = {}
+        found = []
+        for sure in (torch.tensor([[0.5, 0.25]]), None, torch.tensor([[0.75, 0.5]])):
+            tokens = torch.randint(0, 9, (1, 2))
+            place = engine.speculator.placed(places, 1, 3, Proposal(tokens, OneHot(), sure))
+            assert torch.equal(place.tokens, tokens)
+            found.append(place)
+    first, none, last = found
+    assert last is first and none.confidence is None and first.confidence is not None
+    assert first.confidence.tolist() == [[0.75, 0.5]]
 
 
 class Silent(Scripted):

@@ -40,6 +40,11 @@ log = logging.getLogger(__name__)
 FAILURES = 16
 
 
+Places = dict[tuple[int, int, bool], Proposal]
+"""Where captured graphs look for what was drafted before them: by requests, rows of each, and whether
+there is a confidence."""
+
+
 class Counts:
     """What speculation did so far. cycles: verify steps of single requests. committed: tokens that they
     gave, the bonus token counted. proposed, verified, accepted: per position behind the anchor; proposed
@@ -398,15 +403,19 @@ class Speculator:
             self.failed(reason(error))
             return torch.zeros(shape, device=taps.device)
 
-    def placed(
-        self, places: dict[tuple[int, int], Proposal], key: tuple[int, int], proposal: Proposal
-    ) -> Proposal:
-        """The proposal's tokens at a place that stays, for a captured graph. A law has none: such a drafter
-        counts as certain of its tokens, which keeps the target's law."""
+    def placed(self, places: Places, size: int, q: int, proposal: Proposal) -> Proposal:
+        """The proposal's tokens, and its confidence if it has one, at a place that stays, for a captured
+        graph of so many requests and rows of each. A law has none: such a drafter counts as certain of its
+        tokens, which keeps the target's law."""
+        confidence = proposal.confidence
+        key = size, q, confidence is not None
         place = places.get(key)
         if place is None:
-            place = places[key] = Proposal(proposal.tokens.clone(), OneHot())
+            kept = None if confidence is None else confidence.clone()
+            place = places[key] = Proposal(proposal.tokens.clone(), OneHot(), kept)
         place.tokens.copy_(proposal.tokens)
+        if confidence is not None and place.confidence is not None:
+            place.confidence.copy_(confidence)
         return place
 
 

@@ -67,7 +67,8 @@ class VerifySchedule:
         self, requests: int, width: int, rows: int, tokens: int, seconds: float, ragged: bool
     ) -> None:
         """A step of so many requests, proposed tokens each at most, rows in all and committed tokens has
-        taken so many seconds, drafting included. ragged: it computed the verified rows only: its time follows them."""
+        taken so many seconds, drafting included. ragged: it computed the verified rows
+        only: its time follows them."""
         self._steps += 1
         if not self._wall:
             return

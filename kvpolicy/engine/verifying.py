@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvpolicy.engine.decoding import SHORTEST, UPLOADS
 from kvpolicy.engine.request import Request
-from kvpolicy.engine.speculation import Speculator, first_of
+from kvpolicy.engine.speculation import Places, Speculator, first_of
 from kvpolicy.memory.decode import NOBODY
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.rule import CacheRule
@@ -61,13 +61,15 @@ class VerifyInputs:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """What a captured graph is made for. q: rows of a request. most: tokens of context."""
+    """What a captured graph is made for. q: rows of a request. most: tokens of context. confident: the
+    proposal from outside the graph has a confidence."""
 
     rows: int
     q: int
     most: int
     rule: CacheRule
     sampled: bool
+    confident: bool
 
 
 @dataclass(slots=True)
@@ -111,7 +113,7 @@ class VerifyDecoder:
         self._device = memory.arena.device
         self._inputs: dict[int, VerifyInputs] = {}
         self._programs: dict[_Key, tuple[torch.cuda.CUDAGraph, _Found]] = {}
-        self._drafted: dict[tuple[int, int], Proposal] = {}
+        self._drafted: Places = {}
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self._pinned = [
             torch.empty(_COLUMNS * most_rows + 1, dtype=torch.int64, pin_memory=capture)
@@ -219,7 +221,8 @@ class VerifyDecoder:
         while room < most:
             room *= 2
         limit = self.model.geometry.max_context
-        key = _Key(inputs.size, q, min(room, limit), self.memory.rule, sampled)
+        confident = proposal is not None and proposal.confidence is not None
+        key = _Key(inputs.size, q, min(room, limit), self.memory.rule, sampled, confident)
         graph, found = self._programs.get(key) or self._captured(key, inputs, proposal)
         graph.replay()
         if not self._inside:
@@ -240,7 +243,7 @@ class VerifyDecoder:
         """The proposal where a captured graph looks for it, if it is captured."""
         if not self.capture:
             return proposal
-        return self.speculator.placed(self._drafted, (inputs.size, q), proposal)
+        return self.speculator.placed(self._drafted, inputs.size, q, proposal)
 
     def _compute(
         self, inputs: VerifyInputs, q: int, most: int, sampled: bool, proposal: Proposal | None
