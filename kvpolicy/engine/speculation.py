@@ -21,14 +21,13 @@ from kvpolicy.engine.scheduler import Rows
 from kvpolicy.engine.verify_schedule import VerifySchedule
 from kvpolicy.errors import UserError, reason
 from kvpolicy.kernels.paging import upload
-from kvpolicy.kernels.sampling import first_of_highest
 from kvpolicy.memory.access import StepAccess
 from kvpolicy.memory.draft_ring import DraftRings
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.layout import RingShape
 from kvpolicy.memory.step import StepMemory
 from kvpolicy.models.loader import DecodeModel, DeviceModel, TappedModel
-from kvpolicy.speculative.acceptance import Choose, Rule, accept
+from kvpolicy.speculative.acceptance import Choose, Rule, accept, choose_greedy
 from kvpolicy.speculative.checking import BadProposal, check_shape, made_safe, usable
 from kvpolicy.speculative.drafter import Drafter
 from kvpolicy.speculative.drawing import RowSampling
@@ -326,7 +325,7 @@ class Speculator:
         zeros. sampled: not all requests are greedy (which agree under every rule)."""
         finite = torch.isfinite(logits).all(dim=-1, keepdim=True)
         answers = torch.where(finite, logits, 0.0)
-        rule, choose = (self._rule, self._choose) if sampled else (Rule.COUPLED, _likeliest)
+        rule, choose = (self._rule, self._choose) if sampled else (Rule.COUPLED, choose_greedy)
         return accept(answers, proposal, lengths, sampling, anchors, rule, choose)
 
     # --- behind the step -------------------------------------------------------------------------
@@ -417,11 +416,6 @@ class Speculator:
         if confidence is not None and place.confidence is not None:
             place.confidence.copy_(confidence)
         return place
-
-
-def _likeliest(logits: Tensor, sampling: RowSampling, positions: Tensor) -> Tensor:
-    """What greedy requests say: int64 [n]."""
-    return first_of_highest(logits)
 
 
 def first_of(proposal: Proposal, width: int) -> Proposal:

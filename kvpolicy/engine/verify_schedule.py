@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.widths import Widths
+from kvpolicy.memory.counters import NAMES
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.speculative.costs import StepCosts
 from kvpolicy.speculative.scheduler import VerificationScheduler
@@ -19,7 +20,7 @@ from kvpolicy.speculative.scheduler import VerificationScheduler
 # Weight of a new time in a running mean, and how many steps pass between two looks at the means.
 NEW, EVERY = 0.1, 16
 _SECOND = 10**12
-_BYTES = 5  # column of RetrievalCounters
+_BYTES = NAMES.index("host_to_device_bytes")
 
 
 class VerifySchedule:
