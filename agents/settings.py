@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -137,11 +137,6 @@ def override(settings: Settings, values: Mapping[str, Any]) -> Settings:
         else:
             changed[key] = value
     return settings_of(changed, algo, env)
-
-
-def with_steps(settings: Settings, steps: int) -> Settings:
-    """The same with another number of decisions."""
-    return replace(settings, n_timesteps=steps)
 
 
 def algorithm(name: str) -> Any:

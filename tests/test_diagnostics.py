@@ -6,12 +6,14 @@ import json
 import re
 import urllib.parse
 import urllib.request
+from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from micro import micro_model
 from quick_model import QuickModel
 from recorded import prompts
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -85,6 +87,38 @@ def read(folder: Path) -> EventAccumulator:
     events = EventAccumulator(str(folder), size_guidance=ALL)
     events.Reload()
     return events
+
+
+def test_a_long_run_with_a_drafter(tmp_path: Path) -> None:
+    """Accepted lengths of intervals; and latencies go on when the engine keeps no more of them."""
+    config = EngineConfig(
+        device="cpu", clock="steps", device_kv_mib=2, host_kv_mib=4, drafter="ngram"
+    )  # fmt: skip
+    points, given, written = [], [], []
+    with (
+        Engine(config, micro_model(tmp_path / "model")) as engine,
+        LiveDiagnostics(engine, tmp_path / "live") as live,
+    ):
+        engine.totals.ttft = deque(maxlen=2)
+        write = live._own.write
+
+        def note(*arguments: Any, **named: Any) -> None:
+            written.append(len(named["ttft"]))
+            given.append(named["accepted_length"])
+            write(*arguments, **named)
+
+        live._own.write = note  # type: ignore[method-assign]
+        assert engine.speculator is not None
+        for _ in range(4):
+            engine.generate([b"abcabcabcabc"], SamplingParams(max_new_tokens=12))
+            points.append(engine.speculator.counts.totals)
+            live(asdict(engine.sample()))
+        live(asdict(engine.sample()))
+    assert written == [1, 1, 1, 1, 0] and given[4] is None
+    (cycles, committed, _), (before, had, _) = points[1], points[0]
+    assert given[1] == (committed - had) / (cycles - before)
+    found = read(tmp_path / "live").Scalars("speculation/accepted_length")
+    assert [s.value for s in found] == pytest.approx(given[:4], rel=1e-6)
 
 
 def test_every_tag_is_read_back(logs: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from kvpolicy.controllers import registry
 from kvpolicy.episodes.agent import Agent
 from kvpolicy.episodes.scenarios import SCENARIOS, SPLITS, find
-from kvpolicy.episodes.twin import TwinEpisode, make_twin
+from kvpolicy.episodes.twin import TwinEpisode, make_fluid, make_twin
 from kvpolicy.errors import UserError
 from kvpolicy.workloads.uri import parse_uri
 
@@ -36,6 +36,15 @@ def test_every_scenario_under_every_controller(name: str, controller: str) -> No
         assert outcome.decision is not None and not outcome.decision.fallback
     twin.check_integrity()
     episode.close()
+
+
+def test_no_twin_with_a_drafter() -> None:
+    scenario = find(next(iter(SCENARIOS)))
+    refused = pytest.raises(UserError, match="drafter = 'ngram': a twin has one row per request")
+    with refused:
+        make_twin(scenario, "resident", drafter="ngram")
+    with refused:
+        make_fluid(scenario, 1, lambda _: pytest.fail("no load is drawn"), drafter="ngram")
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

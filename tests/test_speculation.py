@@ -16,7 +16,7 @@ from toy_model import ToyModel
 
 from kvpolicy import Engine, EngineConfig, Observation, Plan, SamplingParams, UserError
 from kvpolicy.engine.request import RequestOutput
-from kvpolicy.engine.speculation import FAILURES
+from kvpolicy.engine.speculation import FAILURES, Places
 from kvpolicy.geometry.geometry import Selector
 from kvpolicy.kernels.paging import scatter
 from kvpolicy.kernels.resolve import CacheTables
@@ -26,7 +26,9 @@ from kvpolicy.memory.verify import VerifyRows, VerifyStep
 from kvpolicy.models.glm_dsa import GlmDsa
 from kvpolicy.models.loader import DecodeModel, load_model
 from kvpolicy.recording.recorder import Recorder
-from kvpolicy.speculative.proposal import Proposal
+from kvpolicy.shadows import Shadows
+from kvpolicy.speculative.proposal import OneHot, Proposal
+from kvpolicy.twin.records import WorkLog
 
 PROMPTS = [b"def f(x):\n    return x + 1\n" * 3, b"z" * 20]
 GREEDY = SamplingParams(max_new_tokens=40)
@@ -141,6 +143,66 @@ def test_a_hostile_drafter_changes_no_token_and_is_given_up(
     assert "it is not asked again" in caplog.text
     law = run(micro, SAMPLED, drafter=Garbage(2), verification="standard")[0]
     assert [len(o.tokens) for o in law] == [40, 40]
+
+
+def test_what_is_drafted_before_a_graph_keeps_its_confidence(micro: GlmDsa) -> None:
+    with make(micro, drafter="ngram") as engine:
+        assert engine.speculator is not None
+        places: Places = {}
+        found = []
+        for sure in (torch.tensor([[0.5, 0.25]]), None, torch.tensor([[0.75, 0.5]])):
+            tokens = torch.randint(0, 9, (1, 2))
+            place = engine.speculator.placed(places, 1, 3, Proposal(tokens, OneHot(), sure))
+            assert torch.equal(place.tokens, tokens)
+            found.append(place)
+    first, none, last = found
+    assert last is first and none.confidence is None and first.confidence is not None
+    assert first.confidence.tolist() == [[0.75, 0.5]]
+
+
+class Silent(Scripted):
+    """Fails at every call."""
+
+    def propose(self, *arguments: Any) -> Proposal:
+        raise RuntimeError("nothing to say")
+
+
+@pytest.mark.parametrize("staging", [None, 16])
+def test_only_sound_tokens_up_to_the_limit_count_as_proposed(
+    micro: GlmDsa, plain: dict[SamplingParams, list[RequestOutput]], staging: int | None
+) -> None:
+    """In steps that the device shapes, and in those of the host."""
+    changes = {} if staging is None else {"staging_rows": staging}
+    drafter = scripted(plain[GREEDY], tokens=7)
+    counts = run(micro, drafter=drafter, verify_length="full", **changes)[1]["speculation"]
+    assert counts["proposed"] == counts["verified"] and counts["proposed"][0] > 0
+    drafter = scripted(plain[GREEDY], kind=Silent, tokens=7)
+    counts = run(micro, drafter=drafter, **changes)[1]["speculation"]
+    assert counts["drafter_failures"] == FAILURES and counts["proposed"] == [0] * 7
+
+
+def test_steps_with_prompt_rows_tell_no_price(
+    micro: GlmDsa, plain: dict[SamplingParams, list[RequestOutput]]
+) -> None:
+    """The host shapes the steps; one request decodes while the other's prompt is read."""
+    values = {"clock": "wall", "verify_length": "scheduled", "staging_rows": 16}
+    drafter = scripted(plain[GREEDY], tokens=7)
+    with make(micro, drafter=drafter, prefill_chunk=8, **values) as engine:
+        assert engine.speculator is not None
+        timed: list[int] = []
+        engine.speculator.timed = lambda *_, **__: timed.append(1)  # type: ignore[method-assign, misc]
+        mixed: list[tuple[bool, int]] = []
+        engine.observers.append(
+            lambda _, batch: mixed.append((bool(batch.decode and batch.prompts), len(timed)))
+        )
+        handles = [engine.submit(PROMPTS[1], GREEDY)]
+        while not handles[0].done:
+            engine.step()
+            if len(handles) == 1 and timed:
+                handles.append(engine.submit(PROMPTS[0], GREEDY))
+    told = [0, *(count for _, count in mixed)]
+    seen = [after - before for (both, after), before in zip(mixed, told, strict=False) if both]
+    assert seen and not any(seen) and timed
 
 
 # --- rejected rows --------------------------------------------------------------------------------
@@ -421,12 +483,13 @@ def test_drafts_take_no_memory_from_anybody(micro: GlmDsa) -> None:
 class Capping:
     """Allows two draft tokens, and remembers what it saw."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 2) -> None:
+        self.most = most
         self.seen: list[Observation] = []
 
     def decide(self, observation: Observation) -> Plan:
         self.seen.append(observation)
-        return replace(Plan.even(24), draft_tokens=2)
+        return replace(Plan.even(24), draft_tokens=self.most)
 
 
 def test_a_controller_sees_acceptance_and_caps_the_draft(
@@ -441,12 +504,43 @@ def test_a_controller_sees_acceptance_and_caps_the_draft(
     assert any(o.verify_rows > o.cycles and o.misses_per_verify_row > 0 for o in controller.seen)
 
 
+def test_a_cap_narrows_what_is_weighed(
+    micro: GlmDsa, plain: dict[SamplingParams, list[RequestOutput]]
+) -> None:
+    """K = 7 under a cap of 5: steps are booked as 5, and 3 and 0 are tried though 7 never runs."""
+    values = {"clock": "wall", "verify_length": "scheduled", "controller": Capping(5)}
+    drafter = scripted(plain[GREEDY], tokens=7)
+    with make(micro, drafter=drafter, **values) as engine:
+        booked = set()
+        assert engine.speculator is not None and engine.speculator.schedule is not None
+        schedule = engine.speculator.schedule
+        timed = schedule.timed
+
+        def note(requests: int, width: int, *rest: Any) -> None:
+            booked.add(width)
+            timed(requests, width, *rest)
+
+        schedule.timed = note  # type: ignore[method-assign]
+        assert engine.generate(PROMPTS, GREEDY) == plain[GREEDY]
+    assert {5, 3, 0} <= booked and 7 not in booked
+
+
 def test_a_recording_is_made_without_a_drafter(micro: GlmDsa, tmp_path: Path) -> None:
     with (
         make(micro, drafter="ngram") as engine,
         pytest.raises(UserError, match="without a drafter"),
     ):
         Recorder(engine, tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("watch", [lambda e: Shadows(e, ["resident"]), WorkLog])
+def test_who_follows_single_rows_refuses_a_drafter(
+    micro: GlmDsa, watch: Callable[[Engine], Any]
+) -> None:
+    with make(micro, drafter="ngram") as engine:
+        with pytest.raises(UserError, match=r"drafter = 'ngram': .* one row per request"):
+            watch(engine)
+        assert not engine.observers
 
 
 class Tapping(Garbage):

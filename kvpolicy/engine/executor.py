@@ -208,8 +208,9 @@ class Executor:
         if drafts:
             took = time.perf_counter() - started
             speculator.counts.verify_seconds += took
-            took, kept = took + drafts.seconds, counts[: len(decode)]
-            speculator.timed(drafts.proposal.width, verified, kept, took, ragged=True)
+            if not batch.prompts:  # else the time is that of their rows too
+                took, kept = took + drafts.seconds, counts[: len(decode)]
+                speculator.timed(drafts.proposal.width, verified, kept, took, ragged=True)
 
     def _chosen(self, requests: tuple[Request, ...], logits: Tensor) -> _Emitted:
         """Choose a token from each row of logits."""

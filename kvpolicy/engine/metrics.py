@@ -67,7 +67,8 @@ class Metrics:
     deferred: requests put off at least once, by the tier that bound first. reduced_admissions:
     requests that started with fewer hot rows than the controller asks for, since nothing else ran.
     preemptions: requests put back to the host. expired: cancelled at their deadline. longest_wait:
-    most steps that a request waited to be admitted.
+    most steps that a request waited to be admitted. tpot, ttft: seconds, of the last requests that
+    ended; *_count: how many there were ever.
     """
 
     prompt_tokens: int = 0
@@ -88,6 +89,8 @@ class Metrics:
     deferred: dict[str, int] = field(default_factory=dict)
     tpot: deque[float] = field(default_factory=_latencies)
     ttft: deque[float] = field(default_factory=_latencies)
+    tpot_count: int = 0
+    ttft_count: int = 0
     _last_deferred: int = -1
 
     def submit(self, request: Request) -> None:
@@ -109,9 +112,11 @@ class Metrics:
         if request.first_token is None or request.last_token is None:
             return
         self.ttft.append(request.first_token - request.arrived)
+        self.ttft_count += 1
         if len(request.tokens) > 1:
             span = request.last_token - request.first_token
             self.tpot.append(span / (len(request.tokens) - 1))
+            self.tpot_count += 1
 
     def note_step(self, memory: Hierarchy, seconds: float) -> None:
         """Note one step's wall time and memory split."""

@@ -21,14 +21,13 @@ from kvpolicy.engine.scheduler import Rows
 from kvpolicy.engine.verify_schedule import VerifySchedule
 from kvpolicy.errors import UserError, reason
 from kvpolicy.kernels.paging import upload
-from kvpolicy.kernels.sampling import first_of_highest
 from kvpolicy.memory.access import StepAccess
 from kvpolicy.memory.draft_ring import DraftRings
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.layout import RingShape
 from kvpolicy.memory.step import StepMemory
 from kvpolicy.models.loader import DecodeModel, DeviceModel, TappedModel
-from kvpolicy.speculative.acceptance import Choose, Rule, accept
+from kvpolicy.speculative.acceptance import Choose, Rule, accept, choose_greedy
 from kvpolicy.speculative.checking import BadProposal, check_shape, made_safe, usable
 from kvpolicy.speculative.drafter import Drafter
 from kvpolicy.speculative.drawing import RowSampling
@@ -40,11 +39,18 @@ log = logging.getLogger(__name__)
 FAILURES = 16
 
 
+Places = dict[tuple[int, int, bool], Proposal]
+"""Where captured graphs look for what was drafted before them: by requests, rows of each, and whether
+there is a confidence."""
+
+
 class Counts:
     """What speculation did so far. cycles: verify steps of single requests. committed: tokens that they
-    gave, the bonus token counted. proposed, verified, accepted: per position behind the anchor.
-    failures: proposals or contexts that could not be used. draft_seconds, verify_seconds: wall time of
-    drafting, and of steps that verified."""
+    gave, the bonus token counted. proposed, verified, accepted: per position behind the anchor; proposed
+    are sound tokens up to the request's limit. failures: proposals or contexts that could not be used.
+    draft_seconds, verify_seconds: wall time on the host of drafting, and of steps that verified. On a
+    GPU drafting counts as long as it takes to launch, and 0 where it is inside a captured graph; what the
+    device then takes for it is in verify_seconds, which wait for the step."""
 
     def __init__(self, width: int) -> None:
         self.cycles = 0
@@ -95,13 +101,15 @@ class Counts:
 @dataclass(frozen=True, slots=True)
 class Drafts:
     """Proposals of some requests. anchors: int64 [r], where their last committed tokens stand. lengths:
-    how many proposed tokens of each are verified. seats: int64 [r]. seconds: what drafting took."""
+    how many proposed tokens of each are verified. proposed: how many sound ones there are of each, up to
+    its limit. seats: int64 [r]. seconds: what drafting took."""
 
     requests: tuple[Request, ...]
     anchors: Tensor
     sampling: RowSampling
     proposal: Proposal
     lengths: tuple[int, ...]
+    proposed: tuple[int, ...]
     seats: Tensor
     seconds: float = 0.0
 
@@ -189,23 +197,29 @@ class Speculator:
         seats, anchors, tokens, most, numbers = columns
         sampling = sampling_of(requests, device)
         proposal, lengths = None, [0] * len(requests)
+        proposed = lengths
         if self.active and max(limits):
             proposal = self.propose(memory, seats, anchors, tokens, sampling)
         if proposal is None:
             proposal = Proposal(tokens.new_zeros((len(requests), 0)), OneHot())
         else:
             proposal, found, sound = self.lengths(proposal, seats, numbers, most)
-            *lengths, fine = torch.cat([found, sound.all()[None].long()]).tolist()
-            if not fine:
+            lengths, fine = torch.stack([found, sound.long()]).tolist()
+            width = proposal.width
+            proposed = [min(n, width) * ok for n, ok in zip(limits, fine, strict=True)]
+            if not all(fine):
                 self.failed("proposed tokens or probabilities that are none")
         seconds = time.perf_counter() - started
         self.counts.draft_seconds += seconds
-        return Drafts(tuple(requests), anchors, sampling, proposal, tuple(lengths), seats, seconds)
+        told = tuple(lengths), tuple(proposed)
+        return Drafts(tuple(requests), anchors, sampling, proposal, *told, seats, seconds)
 
-    def limits(self, requests: Sequence[Request], memory: Hierarchy) -> list[int]:
+    def limits(
+        self, requests: Sequence[Request], memory: Hierarchy, most: int | None = None
+    ) -> list[int]:
         """Most tokens to verify of each request: what it may still say, has room for, and a controller
-        allows, and the schedule's width."""
-        cap = self.cap
+        allows, and the schedule's width. most: what a step has room for, None: any."""
+        cap = self.cap if most is None else min(self.cap, most)
         if self.schedule is not None:
             cap = self.schedule.cap(len(requests), cap)
         return [
@@ -290,8 +304,8 @@ class Speculator:
             any(request.params.temperature > 0.0 for request in drafts.requests),
         )
         kept = torch.cat([accepted[:, None], last[:, None], drafts.proposal.tokens], dim=1).tolist()
-        for length, (count, *_) in zip(lengths, kept, strict=True):
-            self.counts.note(width, length, count)
+        for proposed, length, (count, *_) in zip(drafts.proposed, lengths, kept, strict=True):
+            self.counts.note(proposed, length, count)
         self.learn(drafts.seats, verified, accepted, width > 0)
         return Verdict(
             tuple(count for count, *_ in kept),
@@ -311,7 +325,7 @@ class Speculator:
         zeros. sampled: not all requests are greedy (which agree under every rule)."""
         finite = torch.isfinite(logits).all(dim=-1, keepdim=True)
         answers = torch.where(finite, logits, 0.0)
-        rule, choose = (self._rule, self._choose) if sampled else (Rule.COUPLED, _likeliest)
+        rule, choose = (self._rule, self._choose) if sampled else (Rule.COUPLED, choose_greedy)
         return accept(answers, proposal, lengths, sampling, anchors, rule, choose)
 
     # --- behind the step -------------------------------------------------------------------------
@@ -388,21 +402,20 @@ class Speculator:
             self.failed(reason(error))
             return torch.zeros(shape, device=taps.device)
 
-    def placed(
-        self, places: dict[tuple[int, int], Proposal], key: tuple[int, int], proposal: Proposal
-    ) -> Proposal:
-        """The proposal's tokens at a place that stays, for a captured graph. A law has none: such a drafter
-        counts as certain of its tokens, which keeps the target's law."""
+    def placed(self, places: Places, size: int, q: int, proposal: Proposal) -> Proposal:
+        """The proposal's tokens, and its confidence if it has one, at a place that stays, for a captured
+        graph of so many requests and rows of each. A law has none: such a drafter counts as certain of its
+        tokens, which keeps the target's law."""
+        confidence = proposal.confidence
+        key = size, q, confidence is not None
         place = places.get(key)
         if place is None:
-            place = places[key] = Proposal(proposal.tokens.clone(), OneHot())
+            kept = None if confidence is None else confidence.clone()
+            place = places[key] = Proposal(proposal.tokens.clone(), OneHot(), kept)
         place.tokens.copy_(proposal.tokens)
+        if confidence is not None and place.confidence is not None:
+            place.confidence.copy_(confidence)
         return place
-
-
-def _likeliest(logits: Tensor, sampling: RowSampling, positions: Tensor) -> Tensor:
-    """What greedy requests say: int64 [n]."""
-    return first_of_highest(logits)
 
 
 def first_of(proposal: Proposal, width: int) -> Proposal:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.widths import Widths
+from kvpolicy.memory.counters import NAMES
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.speculative.costs import StepCosts
 from kvpolicy.speculative.scheduler import VerificationScheduler
@@ -19,7 +20,7 @@ from kvpolicy.speculative.scheduler import VerificationScheduler
 # Weight of a new time in a running mean, and how many steps pass between two looks at the means.
 NEW, EVERY = 0.1, 16
 _SECOND = 10**12
-_BYTES = 5  # column of RetrievalCounters
+_BYTES = NAMES.index("host_to_device_bytes")
 
 
 class VerifySchedule:
@@ -55,7 +56,7 @@ class VerifySchedule:
 
     def cap(self, requests: int, most: int) -> int:
         """Most tokens to propose for each of so many requests in the next step, up to ``most``."""
-        return min(most, self._widths.choose(requests)) if self._wall else most
+        return self._widths.choose(requests, most) if self._wall else most
 
     def note(self, seats: Tensor, lengths: Tensor, accepted: Tensor) -> None:
         """What the step brought: int64 [r] each."""
@@ -66,8 +67,9 @@ class VerifySchedule:
     def timed(
         self, requests: int, width: int, rows: int, tokens: int, seconds: float, ragged: bool
     ) -> None:
-        """A step of so many requests, proposed tokens each, rows in all and committed tokens has taken so
-        many seconds, drafting included. ragged: it computed the verified rows only: its time follows them."""
+        """A step of so many requests, proposed tokens each at most, rows in all and committed tokens has
+        taken so many seconds, drafting included. ragged: it computed the verified rows
+        only: its time follows them."""
         self._steps += 1
         if not self._wall:
             return

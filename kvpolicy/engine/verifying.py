@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvpolicy.engine.decoding import SHORTEST, UPLOADS
 from kvpolicy.engine.request import Request
-from kvpolicy.engine.speculation import Speculator, first_of
+from kvpolicy.engine.speculation import Places, Speculator, first_of
 from kvpolicy.memory.decode import NOBODY
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.rule import CacheRule
@@ -61,13 +61,15 @@ class VerifyInputs:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """What a captured graph is made for. q: rows of a request. most: tokens of context."""
+    """What a captured graph is made for. q: rows of a request. most: tokens of context. confident: the
+    proposal from outside the graph has a confidence."""
 
     rows: int
     q: int
     most: int
     rule: CacheRule
     sampled: bool
+    confident: bool
 
 
 @dataclass(slots=True)
@@ -111,7 +113,7 @@ class VerifyDecoder:
         self._device = memory.arena.device
         self._inputs: dict[int, VerifyInputs] = {}
         self._programs: dict[_Key, tuple[torch.cuda.CUDAGraph, _Found]] = {}
-        self._drafted: dict[tuple[int, int], Proposal] = {}
+        self._drafted: Places = {}
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self._pinned = [
             torch.empty(_COLUMNS * most_rows + 1, dtype=torch.int64, pin_memory=capture)
@@ -131,15 +133,17 @@ class VerifyDecoder:
     def rows_of(self, requests: Sequence[Request]) -> int:
         """Rows of each request in the next step: 1 where nothing is to be verified, else 1 + K, or 1 + half
         of it where that is enough, or all that staging holds."""
-        most = max(self.speculator.limits(requests, self.memory))
+        most = max(self._limits(requests))
         if not most or not self.speculator.active:
             return 1
-        wide = min(width for width in self._widths if width >= most)
+        return 1 + min(width for width in self._widths if width >= most)
+
+    def _limits(self, requests: Sequence[Request]) -> list[int]:
+        """Most tokens to verify of each request in rows that staging holds; where it does not even hold
+        half, the step is not ours (:meth:`fits`)."""
         size = self._size(len(requests))
-        fitting = [
-            w for w in self._widths if w <= wide and self.memory.decodes_at_once(size * (1 + w))
-        ]
-        return 1 + max(fitting, default=wide)
+        fitting = [w for w in self._widths if self.memory.decodes_at_once(size * (1 + w))]
+        return self.speculator.limits(requests, self.memory, max(fitting, default=None))
 
     def _size(self, rows: int) -> int:
         return min(1 << (rows - 1).bit_length(), self._most_rows) if self.capture else rows
@@ -150,7 +154,7 @@ class VerifyDecoder:
         """Draft, verify, commit and account for some requests. Waits for the device."""
         started = time.perf_counter()
         speculator = self.speculator
-        limits = speculator.limits(requests, self.memory)
+        limits = self._limits(requests)
         q = self.rows_of(requests)
         held = [
             self.memory.decoding(request.id, 1 + limit)
@@ -168,45 +172,57 @@ class VerifyDecoder:
         most = max(r.computed + 1 + limit for r, limit in zip(requests, limits, strict=True))
         sampled = any(request.params.temperature > 0.0 for request in requests)
         counts = speculator.counts
-        failures, drafting = counts.failures, counts.draft_seconds
-        found = self._step(inputs, q, most, sampled)
+        failures, drafted, began = counts.failures, 0.0, time.perf_counter()
+        proposal = self._ahead(inputs, q)
+        if proposal is not None:
+            drafted = time.perf_counter() - began
+            counts.draft_seconds += drafted
+        found = self._step(inputs, q, most, sampled, proposal)
         sent, logits = ToHost(found.kept), ToHost(found.logits[: len(rows) * q])
         kept = sent.read()[: len(rows)].tolist()
         if not all(row[3] for row in kept) and failures == counts.failures:
             speculator.failed("proposed tokens or probabilities that are none")
-        answer = self._read(requests, q, kept, logits)
+        width = min(max(limits), q - 1)
+        answer = self._read(requests, [min(limit, width) for limit in limits], kept, logits, q)
         self.memory.advance(held, step, answer.counts)
         seconds = time.perf_counter() - started
-        counts.verify_seconds += seconds - (counts.draft_seconds - drafting)
-        speculator.timed(q - 1, len(rows) * q, answer.counts, seconds, ragged=False)
+        counts.verify_seconds += seconds - drafted
+        speculator.timed(width, len(rows) * q, answer.counts, seconds, ragged=False)
         return answer
 
     def _read(
-        self, requests: Sequence[Request], q: int, kept: list[list[int]], logits: ToHost
+        self,
+        requests: Sequence[Request],
+        limits: Sequence[int],
+        kept: list[list[int]],
+        logits: ToHost,
+        q: int,
     ) -> Answer:
         counts, tokens = [], []
-        for i, (request, (accepted, last, length, _, *drafted)) in enumerate(
-            zip(requests, kept, strict=True)
+        for i, (request, limit, (accepted, last, length, sound, *drafted)) in enumerate(
+            zip(requests, limits, kept, strict=True)
         ):
-            self.speculator.counts.note(q - 1, length, accepted)
+            self.speculator.counts.note(limit if sound else 0, length, accepted)
             counts.append(accepted + 1)
             found = [*drafted[:accepted], last]
             tokens += [(request, token, i * q + j) for j, token in enumerate(found)]
         return Answer(tuple(counts), tuple(tokens), logits)
 
-    def _step(self, inputs: VerifyInputs, q: int, most: int, sampled: bool) -> _Found:
-        proposal = None
-        if not self._inside:
-            started = time.perf_counter()
-            proposal = self._placed(inputs, q, self._draft(inputs, q))
-            self.speculator.counts.draft_seconds += time.perf_counter() - started
+    def _ahead(self, inputs: VerifyInputs, q: int) -> Proposal | None:
+        """What is drafted before the step, None where the graph drafts."""
+        return None if self._inside else self._placed(inputs, q, self._draft(inputs, q))
+
+    def _step(
+        self, inputs: VerifyInputs, q: int, most: int, sampled: bool, proposal: Proposal | None
+    ) -> _Found:
         if not self.capture:
             return self._compute(inputs, q, most, sampled, proposal)
         room = SHORTEST
         while room < most:
             room *= 2
         limit = self.model.geometry.max_context
-        key = _Key(inputs.size, q, min(room, limit), self.memory.rule, sampled)
+        confident = proposal is not None and proposal.confidence is not None
+        key = _Key(inputs.size, q, min(room, limit), self.memory.rule, sampled, confident)
         graph, found = self._programs.get(key) or self._captured(key, inputs, proposal)
         graph.replay()
         if not self._inside:
@@ -227,7 +243,7 @@ class VerifyDecoder:
         """The proposal where a captured graph looks for it, if it is captured."""
         if not self.capture:
             return proposal
-        return self.speculator.placed(self._drafted, (inputs.size, q), proposal)
+        return self.speculator.placed(self._drafted, inputs.size, q, proposal)
 
     def _compute(
         self, inputs: VerifyInputs, q: int, most: int, sampled: bool, proposal: Proposal | None
@@ -265,7 +281,7 @@ class VerifyDecoder:
             inputs.table.copy_(torch.tensor(inputs.numbers([], 0)))
             for q in (1, *(1 + width for width in self._widths)):
                 if self.memory.decodes_at_once(size * q):
-                    self._step(inputs, q, most_tokens, sampled)
+                    self._step(inputs, q, most_tokens, sampled, self._ahead(inputs, q))
             if size >= self._most_rows:
                 return
             size = min(2 * size, self._most_rows)

@@ -29,16 +29,18 @@ class Widths:
     def _size(requests: int) -> int:
         return (requests - 1).bit_length()
 
-    def choose(self, requests: int) -> int:
-        """Tokens to propose for each of so many requests in the next step. The same until :meth:`note`."""
+    def choose(self, requests: int, most: int) -> int:
+        """Tokens to propose for each of so many requests in the next step, up to ``most``, which takes the
+        place of wider widths (they cannot run). The same until :meth:`note`."""
         size = self._size(requests)
-        for width in self.widths:
+        widths = tuple(dict.fromkeys(min(width, most) for width in self.widths))
+        for width in widths:
             if self._tried.get((size, width), 0) < TRIES:
                 return width
         steps = self._steps.get(size, 0)
         if steps % EXPLORE == EXPLORE - 1:
-            return self.widths[steps // EXPLORE % len(self.widths)]
-        return max(self.widths, key=lambda width: self.rate(requests, width))
+            return widths[steps // EXPLORE % len(widths)]
+        return max(widths, key=lambda width: self.rate(requests, width))
 
     def rate(self, requests: int, width: int) -> float:
         """Tokens per second of a step, as far as known."""
@@ -46,12 +48,10 @@ class Widths:
         return self._tokens.get(key, 0.0) / self._seconds.get(key, 1.0)
 
     def note(self, requests: int, width: int, tokens: int, seconds: float) -> None:
-        """A step of this width has committed so many tokens of all requests in so many seconds. Widths that
-        are none of ours (a controller's cap, the last tokens) tell nothing."""
+        """A step of this width has committed so many tokens of all requests in so many seconds. width: what
+        it could verify of a request at most, which may be less than was chosen (the last tokens)."""
         size = self._size(requests)
         self._steps[size] = self._steps.get(size, 0) + 1
-        if width not in self.widths:
-            return
         key = (size, width)
         tried = self._tried[key] = self._tried.get(key, 0) + 1
         # The first steps weigh nothing in the end: the mean begins with the last of them.

@@ -20,7 +20,7 @@ from kvpolicy.memory.layout import Layout
 from kvpolicy.recording import Recording
 from kvpolicy.telemetry.reward import Terms
 from kvpolicy.twin.cost import CostModel, load_cost
-from kvpolicy.twin.engine import TwinEngine
+from kvpolicy.twin.engine import TwinEngine, refuse_drafter
 from kvpolicy.twin.streams import Streams
 from kvpolicy.twin.tables import MissTable, miss_table
 from kvpolicy.workloads.runner import Runner
@@ -93,9 +93,10 @@ def make_fluid(
     **changes: Any,
 ) -> FluidEpisodes:
     """Episodes of the fast fidelity; recording, cost: as of :func:`make_twin`. draw: the next load of
-    an episode."""
+    an episode. UserError for a drafter."""
     family = scenario.own
     config = scenario.config(**changes)
+    refuse_drafter(config)
     return FluidEpisodes(
         scenario,
         _layout(family.name, config.kv_dtype),

@@ -22,6 +22,7 @@ from kvpolicy.controllers.registry import ControllerLike
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.request import Request, State
 from kvpolicy.engine.scheduler import Batch
+from kvpolicy.errors import UserError
 from kvpolicy.kernels.paging import upload
 from kvpolicy.memory.transfer import ToHost
 from kvpolicy.recording.recorder import where_selected
@@ -50,10 +51,16 @@ class Shadows:
     """Shadow controllers of one engine, from now until :meth:`close`. An engine under them computes the same
     bits; they take host time (``report``: seconds).
 
-    specs: as for ``--controller``; the same one twice is two shadows.
+    specs: as for ``--controller``; the same one twice is two shadows. UserError for an engine with a
+    drafter: shadows follow one row per request and step.
     """
 
     def __init__(self, engine: Engine, specs: Sequence[ControllerLike]) -> None:
+        if engine.speculator is not None:
+            raise UserError(
+                f"drafter = {engine.speculator.drafter.name!r}: shadows follow one row per request and "
+                "step, so they run beside an engine without a drafter"
+            )
         memory = engine.memory
         self.engine, self._layout = engine, memory.layout
         self.policies: list[ShadowPolicy] = []

@@ -64,7 +64,7 @@ class LiveDiagnostics:
         names = run_names([policy.name for policy in shadows.policies] if shadows else [])
         self._theirs = [PolicyDiagnostics(folder / f"shadow={name}") for name in names]
         self._told: dict[ControlLoop, int] = {}
-        self._seen = {"tpot": 0, "ttft": 0}
+        self._seen = {"tpot": 0, "ttft": 0, "cycles": 0, "committed": 0}
 
     def __call__(self, sample: Mapping[str, Any]) -> None:
         """Write a point. sample: ``asdict(engine.sample())``."""
@@ -72,8 +72,9 @@ class LiveDiagnostics:
         self._own.write(
             sample,
             self._new(engine.control),
-            tpot=self._take("tpot", totals.tpot),
-            ttft=self._take("ttft", totals.ttft),
+            tpot=self._take("tpot", totals.tpot, totals.tpot_count),
+            ttft=self._take("ttft", totals.ttft, totals.ttft_count),
+            accepted_length=self._accepted_length(),
             residency=lambda: residency(engine.memory),
         )
         if self._shadows is None:
@@ -89,10 +90,25 @@ class LiveDiagnostics:
         self._told[control] = control.decisions
         return list(control.log)[-new:] if new else []
 
-    def _take(self, name: str, kept: deque[float]) -> list[float]:
-        """Latencies of requests that have ended since the last point, in seconds."""
-        new, self._seen[name] = len(kept) - self._seen[name], len(kept)
-        return [kept[len(kept) - new + i] for i in range(new)]
+    def _new_of(self, name: str, total: int) -> int:
+        """How much a total has grown since the last point."""
+        new, self._seen[name] = total - self._seen[name], total
+        return new
+
+    def _take(self, name: str, kept: deque[float], total: int) -> list[float]:
+        """Latencies of requests that have ended since the last point, in seconds, as many as are kept. total:
+        how many there were ever."""
+        new = min(self._new_of(name, total), len(kept))
+        return [kept[i - new] for i in range(new)]
+
+    def _accepted_length(self) -> float | None:
+        """Tokens per verification since the last point, None where nothing was verified."""
+        if self._engine.speculator is None:
+            return None
+        counts = self._engine.speculator.counts
+        cycles = self._new_of("cycles", counts.cycles)
+        committed = self._new_of("committed", counts.committed)
+        return committed / cycles if cycles else None
 
     def note(self, text: str) -> None:
         """Something that happened to the policy now, a swap for instance."""

@@ -47,10 +47,6 @@ class Work:
         found: tuple[float, ...] = _VALUES(self)
         return found
 
-    def since(self, earlier: Work) -> Work:
-        """What was done after ``earlier``."""
-        return Work(*(a - b for a, b in zip(self.values(), earlier.values(), strict=True)))
-
 
 TERMS = tuple(Work.__dataclass_fields__)
 _VALUES = attrgetter(*TERMS)

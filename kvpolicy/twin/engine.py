@@ -26,13 +26,23 @@ from kvpolicy.errors import UserError
 from kvpolicy.memory.accounting import Reserve
 from kvpolicy.memory.hierarchy import Hierarchy
 from kvpolicy.memory.layout import Layout
+from kvpolicy.speculative.registry import NONE
 from kvpolicy.telemetry.slo import Slo
 from kvpolicy.twin.cost import CostModel, Work
 from kvpolicy.twin.memory import TwinMemory
 from kvpolicy.twin.requests import TwinRequest
 from kvpolicy.twin.streams import Streams
 
-__all__ = ["TwinClock", "TwinEngine"]
+__all__ = ["TwinClock", "TwinEngine", "refuse_drafter"]
+
+
+def refuse_drafter(config: EngineConfig) -> None:
+    """UserError for settings with a drafter: a twin has one row per request and step."""
+    if config.drafter != NONE:
+        name = config.model_dump()["drafter"]
+        raise UserError(
+            f"drafter = {name!r}: a twin has one row per request and step, it must be {NONE!r}"
+        )
 
 
 class TwinClock:
@@ -115,7 +125,7 @@ class TwinEngine:
     config: of the engine it stands for (``clock: wall`` is the cost model's). layout: its rows. streams:
     what requests select. cost: seconds of a step. runs_ahead: as an engine on a GPU, where decisions
     come behind the launch. most_tokens: longest request where streams are stretched. first: number of
-    the first request.
+    the first request. UserError for a config with a drafter.
     """
 
     def __init__(
@@ -128,6 +138,7 @@ class TwinEngine:
         most_tokens: int = 0,
         first: int = 0,
     ) -> None:
+        refuse_drafter(config)
         self.config, self.streams, self.cost = config, streams, cost
         self.clock = TwinClock(config.clock)
         self.runs_ahead = runs_ahead and config.clock == "wall"

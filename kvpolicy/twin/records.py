@@ -9,6 +9,7 @@ from typing import Any
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.request import Request
 from kvpolicy.engine.scheduler import Batch
+from kvpolicy.errors import UserError
 from kvpolicy.twin.cost import TERMS, Work
 
 __all__ = ["Window", "WorkLog"]
@@ -38,10 +39,16 @@ class Window:
 class WorkLog:
     """Watches an engine (``Engine.observers``) and cuts its steps into windows.
 
-    All but bytes over the link is known on the host; they are read where a window ends.
+    All but bytes over the link is known on the host; they are read where a window ends. UserError for
+    an engine with a drafter: the cost model knows one row per request and step.
     """
 
     def __init__(self, engine: Engine, steps: int = STEPS) -> None:
+        if engine.speculator is not None:
+            raise UserError(
+                f"drafter = {engine.speculator.drafter.name!r}: the cost model knows one row per request "
+                "and step, so its records are made without a drafter"
+            )
         self.windows: list[Window] = []
         self._engine, self._every = engine, steps
         layout = engine.memory.layout

@@ -24,7 +24,6 @@ class Blockwise(ABC):
         assert config.method == self.method
         self.config = config
         self.body = Body(config, weights, target)
-        self.weight_bytes = sum(tensor.nbytes for tensor in weights.values())
 
     @staticmethod
     @abstractmethod
