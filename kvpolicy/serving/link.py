@@ -86,7 +86,8 @@ class Submission:
 
     @property
     def done(self) -> bool:
-        return all(choice.reason for choice in self.choices)
+        """All has ended by itself. False after an error: :meth:`change` raises it."""
+        return self.error is None and all(choice.reason for choice in self.choices)
 
     def fail(self, error: ApiError) -> None:
         """End all of it."""
