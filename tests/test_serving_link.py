@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import subprocess
+import time
 
 import pytest
 
 from kvpolicy.serving.errors import ApiError
-from kvpolicy.serving.link import Choice, EngineLink, Submission
+from kvpolicy.serving.link import Choice, EngineLink, Job, Submission
+from kvpolicy.serving.process import EngineProcess
 from kvpolicy.serving.settings import ServerSettings
 
 
@@ -34,3 +38,31 @@ def test_a_call_that_fails_while_nobody_waits_is_not_done() -> None:
     with pytest.raises(ApiError) as caught:
         asyncio.run(fail())
     assert caught.value.code == "draining"
+
+
+def test_an_idle_engine_is_not_taken_for_a_stuck_one() -> None:
+    """Silence counts from the first request on; dropping it and asking again does not start anew."""
+
+    async def watch() -> None:
+        link = EngineLink({}, ServerSettings(engine_seconds=1.0), seats=4)
+        ours, theirs = socket.socketpair()
+        with theirs, subprocess.Popen(["sleep", "60"]) as silent:
+            reader, writer = await asyncio.open_connection(sock=ours)
+            link._process = EngineProcess(silent, reader, writer)
+            link._heard = time.perf_counter() - 100  # nothing was asked of it since
+            watchdog = asyncio.create_task(link._watch())
+            try:
+                group = link.submit([Job("x", {})], streamed=True)
+                await asyncio.sleep(0.6)
+                assert silent.poll() is None
+                for _ in range(20):
+                    group.close()
+                    group = link.submit([Job("x", {})], streamed=True)
+                    await asyncio.sleep(0.1)
+                assert silent.poll() == -9
+            finally:
+                watchdog.cancel()
+                writer.close()
+                silent.kill()
+
+    asyncio.run(watch())
