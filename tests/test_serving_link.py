@@ -53,7 +53,7 @@ def test_an_idle_engine_is_not_taken_for_a_stuck_one() -> None:
             watchdog = asyncio.create_task(link._watch())
             try:
                 group = link.submit([Job("x", {})], streamed=True)
-                await asyncio.sleep(0.6)
+                await asyncio.sleep(0.3)
                 assert silent.poll() is None
                 for _ in range(20):
                     group.close()
@@ -66,3 +66,26 @@ def test_an_idle_engine_is_not_taken_for_a_stuck_one() -> None:
                 silent.kill()
 
     asyncio.run(watch())
+
+
+def test_steps_of_an_engine_count_once() -> None:
+    """Though the one after it ends before its first sample."""
+
+    async def serve() -> int:
+        order = {"first_step": 10}
+        link = EngineLink(order, ServerSettings(), seats=4)
+        link.sample = {"step": 5}
+        for restarts in (1, 2):
+            ours, theirs = socket.socketpair()
+            theirs.close()  # it has hung up
+            streams = await asyncio.open_connection(sock=ours)
+            link._process = EngineProcess(subprocess.Popen(["true"]), *streams)
+            serving = asyncio.create_task(link._serve())
+            async with asyncio.timeout(30):
+                while link.restarts < restarts:
+                    await asyncio.sleep(0.01)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+        return order["first_step"]
+
+    assert asyncio.run(serve()) == 15

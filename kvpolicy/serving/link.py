@@ -194,6 +194,7 @@ class EngineLink:
             log.error("the engine's process ended with exit code %d; it is started again", code)
             self.restarts += 1
             self._order["first_step"] += int(self.sample.get("step", 0))
+            self.sample = {}  # the next one may end before its first sample
             await self._begin_again()
 
     async def _begin_again(self) -> None:
