@@ -47,6 +47,7 @@ def test_equal_configs_change_nothing() -> None:
         ({"controller": "static:device_buffer_rows=21"}, ("controller",)),
         ({"control_interval": 3}, ("control_interval",)),
         ({"eviction": "fifo"}, ("eviction",)),
+        ({"admission": "accepted"}, ("admission",)),
         ({"eviction": "fifo", "controller": "resident"}, ("controller", "eviction")),
     ],
 )
@@ -192,6 +193,17 @@ def test_the_config_follows_set_controller(micro: DecodeModel) -> None:
         assert engine.reload(config()).names == ("controller",)
         assert engine.config == config()
         assert engine.reload(config()).names == ()
+
+
+def test_admission_is_swapped_and_given_back(micro: DecodeModel) -> None:
+    """Other swaps leave it; None leaves it to the controller again."""
+    with Engine(config(), model=micro) as engine:
+        assert engine.reload(config(admission="accepted")).names == ("admission",)
+        assert engine.memory.rule.admission == "accepted"
+        engine.set_controller("resident")
+        assert engine.memory.rule.admission == "accepted"
+        engine.reload(config())
+        assert engine.memory.rule.admission == "all"
 
 
 def test_a_function_in_a_config(micro: DecodeModel) -> None:

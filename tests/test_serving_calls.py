@@ -238,6 +238,7 @@ def test_a_policy_block_becomes_settings() -> None:
     alone = PolicyBlock(parameters={"reserve": 0.5})
     assert alone.settings("adaptive:split=equal") == {"controller": "adaptive:reserve=0.5"}
     assert PolicyBlock().settings("adaptive") == {}
+    assert PolicyBlock(admission="accepted").settings() == {"admission": "accepted"}
 
 
 @pytest.mark.parametrize(
@@ -249,7 +250,7 @@ def test_a_policy_block_becomes_settings() -> None:
         {"controller": "static:a=1", "parameters": {"b": 2}},
         {"controller": "static", "parameters": {"a": "x,y=1"}},
         {"controller": "static", "parameters": {"a": [1]}},
-        {"admission": "accepted"},
+        {"admission": "none"},
         {"eviction": "fifa"},
         {"control_interval": 0},
         {"device_kv_mib": 5},

@@ -326,8 +326,9 @@ class Engine:
         self.config = self.config.model_copy(update={"controller": spec})
 
     def reload(self, config: EngineConfig | str | Path) -> RunTimeChanges:
-        """Take over controller, control_interval and eviction of a config, or of a YAML file (what it
-        does not name stays), while running. UserError, and nothing done, if another field differs."""
+        """Take over the fields of RUN_TIME (controller, control_interval, eviction, admission) of a
+        config, or of a YAML file (what it does not name stays), while running. UserError, and nothing
+        done, if another field differs."""
         config = config if isinstance(config, EngineConfig) else read(config, self.config)
         found = changes(self.config, config)
         if found.names:

@@ -113,7 +113,7 @@ class ControlLoop:
         self._due = True
         self.slo: Slo | None = None
         self.listeners: list[DecisionListener] = []
-        controller, self._initial, self.rule = self._checked(spec, eviction)
+        controller, self._initial, self.rule = self._checked(spec, eviction, admission)
         self._most_entries = max(
             s.store.entries(layout.geometry.max_context) for s in layout.stores
         )
@@ -123,7 +123,7 @@ class ControlLoop:
 
     def set_controller(self, spec: ControllerLike) -> None:
         """Swap the controller; it decides at the next step. UserError leaves the old one in place."""
-        controller, initial, rule = self._checked(spec, self._eviction)
+        controller, initial, rule = self._checked(spec, self._eviction, self._admission)
         self._follower = self._new_follower(controller)
         self._initial, self.rule = initial, rule
         self.decider.set_controller(controller)
@@ -133,25 +133,25 @@ class ControlLoop:
         """Take over what a new config changes; all of it, or nothing and a UserError."""
         swapped = "controller" in changes.names
         spec = changes.controller if swapped else self.controller
-        controller, initial, rule = self._checked(spec, changes.eviction)
+        controller, initial, rule = self._checked(spec, changes.eviction, changes.admission)
         if swapped:
             self._follower = self._new_follower(controller)
             self.decider.set_controller(controller)
         self._initial, self.rule = initial, rule
-        self._eviction = changes.eviction
+        self._eviction, self._admission = changes.eviction, changes.admission
         self.interval = changes.control_interval
         self._due = True
 
     def _checked(
-        self, spec: ControllerLike, eviction: Eviction | None
+        self, spec: ControllerLike, eviction: Eviction | None, admission: Admission | None
     ) -> tuple[Controller, tuple[float, ...], CacheRule]:
         """A controller, the rows it wants at admission, and its cache rule."""
         controller = self._make(spec)
         initial, rule = initial_rows(controller, self.stores), cache_rule(controller)
         if eviction is not None:
             rule = replace(rule, eviction=eviction)
-        if self._admission is not None:
-            rule = replace(rule, admission=self._admission)
+        if admission is not None:
+            rule = replace(rule, admission=admission)
         return controller, initial, rule
 
     def _make(self, spec: ControllerLike) -> Controller:

@@ -10,11 +10,11 @@ from kvpolicy.config import EngineConfig, SamplingParams, load_yaml
 from kvpolicy.controllers import ControllerLike
 from kvpolicy.controllers.files import parse
 from kvpolicy.errors import UserError
-from kvpolicy.memory.rule import Eviction
+from kvpolicy.memory.rule import Admission, Eviction
 
 log = logging.getLogger(__name__)
 
-RUN_TIME = ("controller", "control_interval", "eviction")
+RUN_TIME = ("controller", "control_interval", "eviction", "admission")
 """Fields of EngineConfig that may change while the engine runs. Memory and model are laid out once."""
 
 
@@ -26,6 +26,7 @@ class RunTimeChanges:
     controller: ControllerLike
     control_interval: int
     eviction: Eviction | None
+    admission: Admission | None
 
 
 def changes(old: EngineConfig, new: EngineConfig) -> RunTimeChanges:
@@ -44,7 +45,9 @@ def changes(old: EngineConfig, new: EngineConfig) -> RunTimeChanges:
         edited = name == "controller" and isinstance(after, str) and parse(after) is not None
         if before != after or edited:
             names.append(name)
-    return RunTimeChanges(tuple(names), new.controller, new.control_interval, new.eviction)
+    return RunTimeChanges(
+        tuple(names), new.controller, new.control_interval, new.eviction, new.admission
+    )
 
 
 def read(path: str | Path, old: EngineConfig) -> EngineConfig:

@@ -35,7 +35,7 @@ def split_url(url: str) -> tuple[str, int]:
 
 @dataclass(slots=True)
 class Reply:
-    """The head of an answer. _body: of it, not read yet."""
+    """The head of an answer; its body comes by :meth:`read` or :meth:`events`, once."""
 
     status: int
     headers: Mapping[str, str]

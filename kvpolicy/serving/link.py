@@ -86,7 +86,8 @@ class Submission:
 
     @property
     def done(self) -> bool:
-        return all(choice.reason for choice in self.choices)
+        """All has ended by itself. False after an error: :meth:`change` raises it."""
+        return self.error is None and all(choice.reason for choice in self.choices)
 
     def fail(self, error: ApiError) -> None:
         """End all of it."""
@@ -128,7 +129,8 @@ class EngineLink:
         self._choices: dict[int, Choice] = {}
         self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._running, self._binding = 0, ""
-        self._heard = 0.0
+        # When silence began to count, and whether the engine owes a frame: it answers every message.
+        self._heard, self._owed = 0.0, False
         self._ends: deque[float] = deque(maxlen=RECENT)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -173,7 +175,8 @@ class EngineLink:
     async def _begin(self) -> None:
         process = await EngineProcess.start(self._order)
         self.about = process.ready
-        self._running, self._binding, self._heard = 0, "", time.perf_counter()
+        self._running, self._binding = 0, ""
+        self._heard, self._owed = time.perf_counter(), False
         self._process, self.why_down = process, ""
 
     async def _serve(self) -> None:
@@ -191,6 +194,7 @@ class EngineLink:
             log.error("the engine's process ended with exit code %d; it is started again", code)
             self.restarts += 1
             self._order["first_step"] += int(self.sample.get("step", 0))
+            self.sample = {}  # the next one may end before its first sample
             await self._begin_again()
 
     async def _begin_again(self) -> None:
@@ -216,6 +220,13 @@ class EngineLink:
                 self._heard = time.perf_counter()
                 process.process.kill()
 
+    def _expect(self) -> None:
+        """Before a message goes: an idle engine was silent because it had nothing to say. Calls that are
+        dropped and made again do not give a stuck one more time."""
+        if not (self._choices or self._replies or self._owed):
+            self._heard = time.perf_counter()
+        self._owed = True
+
     def give_up(self) -> None:
         """End everything: the time to drain is over."""
         self._fail_all(unavailable("the server stops and did not wait any longer", "draining"))
@@ -237,6 +248,7 @@ class EngineLink:
         if process is None:
             raise unavailable(self.why_down)
         self._check_room(len(jobs))
+        self._expect()
         group = Submission(self, streamed)
         for job in jobs:
             choice = Choice(next(self._numbers), group)
@@ -292,6 +304,7 @@ class EngineLink:
         process = self._process
         if process is None:
             raise unavailable(self.why_down)
+        self._expect()
         number = next(self._numbers)
         reply = self._replies[number] = asyncio.get_running_loop().create_future()
         process.send([what, number, *arguments])
@@ -308,6 +321,7 @@ class EngineLink:
 
     def _take(self, frame: dict[str, Any]) -> None:
         now = self._heard = time.perf_counter()
+        self._owed = False
         for number in frame.get("accepted", ()):
             if (choice := self._choices.get(number)) is not None:
                 choice.accepted = True

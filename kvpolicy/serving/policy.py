@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
 from kvpolicy.config import EngineConfig, Settings
 from kvpolicy.controllers.files import parse
 from kvpolicy.errors import UserError
-from kvpolicy.memory.rule import Eviction
+from kvpolicy.memory.rule import Admission, Eviction
 
 __all__ = ["FIELDS", "PolicyBlock", "check_remote", "policy_of"]
 
@@ -29,7 +29,7 @@ class PolicyBlock(Settings):
     controller: str | None = Field(default=None, min_length=1, max_length=4096)
     parameters: dict[str, bool | int | float | str] | None = None
     eviction: Eviction | None = None
-    admission: Literal["all"] | None = None
+    admission: Admission | None = None
     control_interval: int | None = Field(default=None, ge=1)
 
     def settings(self, current: str = "") -> dict[str, Any]:

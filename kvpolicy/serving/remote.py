@@ -33,6 +33,10 @@ POLL_SECONDS = 0.25
 TURN_SECONDS = 0.01
 # An idle load wakes this often, for an interrupt and its samples.
 LONGEST_WAIT = 0.05
+# For the server's name and its samples; it waits 30 s for its engine itself.
+ANSWER_SECONDS = 40.0
+# A request is given up when nothing of its answer came for this long; the longest is in the queue.
+SILENT_SECONDS = 600.0
 # After a refusal that does not say when to come back.
 BACK_OFF = 1.0
 _SAMPLE = [field.name for field in fields(Sample)]
@@ -113,7 +117,8 @@ class RemoteEngine:
         except (OSError, EOFError, ValueError) as error:
             self.close()
             where = f"http://{client.host}:{client.port}"
-            raise UserError(f"{where}: {error or 'no answer'}") from None
+            text = str(error) or f"no answer in {ANSWER_SECONDS:g} s"
+            raise UserError(f"{where}: {text}") from None
         except BaseException:
             self.close()
             raise
@@ -121,7 +126,8 @@ class RemoteEngine:
 
     async def _greet(self) -> str:
         """The name of the server's model, and a first sample."""
-        status, found = await self._client.json("GET", "/v1/models")
+        async with asyncio.timeout(ANSWER_SECONDS):
+            status, found = await self._client.json("GET", "/v1/models")
         if status != 200:
             raise UserError(f"the server answers {status}: {found.get('error', {}).get('message')}")
         await self._poll_once()
@@ -184,7 +190,14 @@ class RemoteEngine:
 
     async def _request(self, handle: RemoteHandle) -> None:
         try:
-            await self._answer(handle)
+            limit = asyncio.timeout(SILENT_SECONDS)
+            try:
+                async with limit:
+                    await self._answer(handle, limit)
+            except TimeoutError:
+                if not limit.expired():  # the network's own
+                    raise
+                raise _Failed(f"nothing for {SILENT_SECONDS:g} s", BACK_OFF) from None
             if not handle.reason:
                 raise _Failed("cut off")
         except (_Failed, OSError, EOFError, ValueError) as error:
@@ -199,13 +212,15 @@ class RemoteEngine:
             self.generated += len(handle.tokens)
             self._changed.set()
 
-    async def _answer(self, handle: RemoteHandle) -> None:
+    async def _answer(self, handle: RemoteHandle, limit: asyncio.Timeout) -> None:
+        """limit: put off with each event."""
         reply = await self._client.ask("POST", "/v1/completions", self._body(handle))
         try:
             if reply.status != 200:
                 raise await _refusal(reply)
             async for event in reply.events():
                 handle.take(json.loads(event))
+                limit.reschedule(self._loop.time() + SILENT_SECONDS)
         finally:
             self._client.done(reply)
 
@@ -235,11 +250,12 @@ class RemoteEngine:
             try:
                 await self._poll_once()
             except (OSError, EOFError, ValueError, KvPolicyError) as error:
-                log.debug("no sample: %s", error)
+                log.debug("no sample: %r", error)
 
     async def _poll_once(self) -> None:
         """Take a sample. Where the server shows none, what the client knows stands for it."""
-        status, found = await self._policy_client.json("GET", "/v1/policy")
+        async with asyncio.timeout(ANSWER_SECONDS):
+            status, found = await self._policy_client.json("GET", "/v1/policy")
         now = self.clock.now()
         if status == 200:
             self.policy = found

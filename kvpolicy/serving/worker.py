@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 # Tokens of faster steps share a frame: a frame costs the engine 30 us, and at 2 ms a step a client can
 # not tell. What is urgent (a first token, an end) goes at once.
 FLUSH_SECONDS = 0.004
-# An idle engine looks up this often, to say that it lives.
+# An idle engine looks up this often, to send a sample if one is due; else it is silent.
 IDLE_SECONDS = 0.25
 # With this much unread by the other side the engine waits for it.
 MOST_UNREAD = 4 << 20
