@@ -154,7 +154,7 @@ def export_command(
         write_text(
             f"{output}: {len(content):,} bytes, {spec.algorithm}, {spec.action.name}, "
             f"sha256 {spec.sha256[:12]}\n"
-            f"next: kvpolicy run "def main():" --controller learned:path={output}\n"
+            f"next: kvpolicy run 'def main():' --controller learned:path={output}\n"
         )
 
 

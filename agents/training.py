@@ -92,6 +92,9 @@ def train(
                 log_interval=1 if settings.algo in ("ppo", "a2c") else 4,
                 reset_num_timesteps=False,
             )
+        except KeyboardInterrupt:
+            checkpoint(model.num_timesteps)  # for --resume
+            raise
         finally:
             bar.stop()
         if not evaluation.curve or evaluation.curve[-1][0] != model.num_timesteps:

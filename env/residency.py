@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvpolicy.control.actions import make_actions
 from kvpolicy.control.encoder import DEFAULT_GROUPS, Encoder, Vector
 from kvpolicy.control.plan import Plan
-from kvpolicy.env.spaces import action_space, observation_space
+from kvpolicy.env.spaces import action_space, check_arguments, observation_space
 from kvpolicy.episodes.agent import Agent
 from kvpolicy.episodes.picture import picture
 from kvpolicy.episodes.scenarios import find
@@ -127,6 +127,7 @@ class ResidencyEnv(gymnasium.Env[Vector, Any]):
         engine: Mapping[str, Any] | None = None,
         render_mode: str | None = None,
     ) -> None:
+        check_arguments(scenario, requests, max_steps, engine)
         if render_mode not in (None, *self.metadata["render_modes"]):
             raise UserError(f"render_mode = {render_mode!r}: must be ansi, rgb_array or None")
         self.render_mode = render_mode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,22 @@ from gymnasium import spaces
 
 from kvpolicy.control.actions import Actions
 from kvpolicy.control.encoder import Encoder
+from kvpolicy.errors import UserError
 
-__all__ = ["action_space", "observation_space"]
+__all__ = ["action_space", "check_arguments", "observation_space"]
+
+
+def check_arguments(
+    scenario: object, requests: object, max_steps: object, engine: object, least: int = 1
+) -> None:
+    """UserError for an argument of an environment that is of the wrong kind. least: of ``requests``."""
+    if not isinstance(scenario, str):
+        raise UserError(f"scenario = {scenario!r}: must be a scenario's name")
+    for name, value, low in (("requests", requests, least), ("max_steps", max_steps, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise UserError(f"{name} = {value!r}: must be a whole number from {low}")
+    if engine is not None and not isinstance(engine, Mapping):
+        raise UserError(f"engine = {engine!r}: must be a mapping of an engine's settings")
 
 
 def observation_space(encoder: Encoder) -> spaces.Box:

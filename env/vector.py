@@ -12,6 +12,7 @@ from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
 from kvpolicy.env.replay import ResidencyReplay
+from kvpolicy.env.spaces import check_arguments
 from kvpolicy.episodes.fluid import FluidEpisodes, knobs_of
 from kvpolicy.episodes.twin import make_fluid
 from kvpolicy.errors import UserError
@@ -56,6 +57,7 @@ class ResidencyVector(VectorEnv[Any, Any, Any]):
             )
         if render_mode is not None:
             raise UserError(f"render_mode = {render_mode!r}: many episodes are not drawn")
+        check_arguments(scenario, requests, max_steps, engine, least=0)
         self.num_envs = num_envs
         # One of them, for all that they have in common.
         self.single = ResidencyReplay(

@@ -169,3 +169,13 @@ def test_masks_only_where_the_space_is_multi_discrete() -> None:
     masks = env.unwrapped.action_masks().reshape(4, -1)
     running = len(env.unwrapped._outcome.observation.requests)
     assert masks[:running, -1].all() and not masks[running:, 1:].any() and masks[:, 0].all()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"scenario": 3}, {"requests": 0}, {"requests": "x"}, {"max_steps": -1}, {"engine": 3}],
+)
+def test_arguments_of_the_wrong_kind_are_one_line(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(UserError, match=f"{name} = "):
+        gymnasium.make(kvpolicy.env.REPLAY, **wrong)

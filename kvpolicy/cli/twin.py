@@ -91,6 +91,7 @@ def calibrate_command(
     for path, option in ((output, "--output"), (runs, "--runs")):
         check_output(path, option)
     names = [*(scenario or ["pressure", "load-step"]), held_out]
+    _check(names)
     found = _live(names, controller, seed, recording, runs, given, device, seconds, as_json)
     from kvpolicy.twin.fit import error_of, fit
 
@@ -143,6 +144,7 @@ def twin_gap_command(
     for path, option in ((output, "--output"), (runs, "--runs")):
         check_output(path, option)
     names = scenario or ["load-step", "burst", "pressure"]
+    _check(names, cost)
     found = _live(names, controller, seed, recording, runs, given, device, seconds, as_json)
     from kvpolicy.episodes.gap import gaps
 
@@ -153,6 +155,17 @@ def twin_gap_command(
     emit_json(document, as_json, output)
     if not as_json:
         write_text(_gaps(result))
+
+
+def _check(names: Sequence[str], cost: str | None = None) -> None:
+    """UserError for what would be found wrong only after the live runs."""
+    from kvpolicy.episodes.scenarios import find
+    from kvpolicy.twin.cost import load_cost
+
+    for name in names:
+        find(name)
+    if cost is not None:
+        load_cost(cost)
 
 
 def _live(

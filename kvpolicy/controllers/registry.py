@@ -179,5 +179,7 @@ def _parameters(spec: str, text: str) -> dict[str, Any]:
             raise UserError(f"controller {spec!r}: {item!r} must be key=value")
         if key in values:
             raise UserError(f"controller {spec!r}: {key} is given twice")
+        if not value.strip():
+            raise UserError(f"controller {spec!r}: {key} has no value (null is none)")
         values[key] = read_yaml(value, f"controller {spec!r}: {key}")
     return values
