@@ -14,6 +14,7 @@ from scale import examples
 from toy_model import ToyModel
 
 from kvpolicy import Engine, EngineConfig, SamplingParams, UserError
+from kvpolicy.controllers.static import Static
 from kvpolicy.engine.request import RequestOutput, State
 from kvpolicy.errors import CapacityError, IntegrityError
 from kvpolicy.models.loader import DecodeModel
@@ -366,9 +367,15 @@ def test_a_used_seat_evicts_like_a_new_one(micro: DecodeModel) -> None:
     assert fetched[0] == fetched[1] > 0
 
 
+class Watched(Static):
+    """Static, and somebody is followed for miss curves."""
+
+    wants_curves = True
+
+
 def test_nobody_is_followed_after_a_swap(micro: DecodeModel) -> None:
     """Selections are kept while a controller wants curves, single rows of them, and not longer."""
-    with make(micro, controller="adaptive") as engine:
+    with make(micro, controller=Watched(device_buffer_rows=8)) as engine:
         for prompt, params in zip(PROMPTS, PARAMS, strict=True):
             engine.submit(prompt, params)
         while not (followed := [r for r in engine.memory.requests.values() if r.trace]):

@@ -154,7 +154,7 @@ def test_a_client_that_leaves_frees_its_request(served: Served) -> None:
     cancelled = counter(served, 'requests_total{reason="cancelled"}')
     body = {"prompt": PROMPT, "max_tokens": 450}
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{served.url}/v1/completions", json=body, timeout=0.3)
+        httpx.post(f"{served.url}/v1/completions", json=body, timeout=httpx.Timeout(10, read=0.05))
     served.wait(lambda: counter(served, 'requests_total{reason="cancelled"}') > cancelled, 10)
     assert served.pool() == served.start
 
