@@ -18,6 +18,7 @@ from site_packages import install
 from kvpolicy import Engine, UserError
 from kvpolicy.controllers.process import MOST_RESTARTS, ProcessController
 from kvpolicy.controllers.registry import make
+from kvpolicy.kernels.eviction import RULES
 from kvpolicy.models.loader import DecodeModel
 
 REQUESTS = (0, 3)
@@ -162,8 +163,12 @@ def test_its_other_attributes_count(micro: DecodeModel, file: Path) -> None:
         assert not engine.metrics()["controller_fallbacks"]
 
 
-def test_an_eviction_rule_that_comes_with_the_file(micro: DecodeModel, tmp_path: Path) -> None:
+def test_an_eviction_rule_that_comes_with_the_file(
+    micro: DecodeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rules run in the engine, so there the file is imported for it."""
+    monkeypatch.setitem(RULES, "mru-here", RULES["lru"])  # so that it is gone at the end
+    monkeypatch.delitem(RULES, "mru-here")
     path = tmp_path / "mru.py"
     path.write_text(
         "from kvpolicy import CacheRule, Plan, evictions\n"
