@@ -10,8 +10,9 @@ import numpy as np
 
 from kvpolicy.control.encoder import Vector
 from kvpolicy.env.residency import PLACES, ResidencyEnv
-from kvpolicy.episodes.fluid import ACTIONS as FLUID_ACTIONS
-from kvpolicy.episodes.fluid import FluidEpisodes, knobs_of
+from kvpolicy.episodes.fluid import FluidEpisodes
+from kvpolicy.episodes.fluid_shares import ACTIONS as FLUID_ACTIONS
+from kvpolicy.episodes.fluid_shares import knobs_of
 from kvpolicy.episodes.twin import TwinEpisode, make_fluid, make_twin
 from kvpolicy.errors import UserError, unknown_name
 from kvpolicy.telemetry.reward import Terms

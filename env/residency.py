@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -36,7 +37,7 @@ class Episode(Protocol):
     def close(self) -> None: ...
 
 
-class ResidencyEnv(gymnasium.Env[Vector, Any]):
+class ResidencyEnv(gymnasium.Env[Vector, Any], ABC):
     """One episode is one load; one step is what lies between two decisions of the control loop.
 
     ## Action Space
@@ -153,9 +154,9 @@ class ResidencyEnv(gymnasium.Env[Vector, Any]):
         self._outcome: Outcome | None = None
         self._taken = 0
 
+    @abstractmethod
     def _start(self, load: Workload) -> Episode:
         """A new episode under ``self.agent``."""
-        raise NotImplementedError
 
     # --- Gymnasium -------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
 from kvpolicy.env.vector import ResidencyVector
+from kvpolicy.errors import UserError
 
 __all__ = ["ResidencyVecEnv"]
 
@@ -58,14 +59,16 @@ class ResidencyVecEnv(VecEnv):
         return [getattr(self.vector.single, attr_name)] * len(self._numbers(indices))
 
     def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
-        raise NotImplementedError(
-            "episodes that are stepped together have no attributes of their own"
+        raise UserError(
+            f"{attr_name}: episodes that are stepped together have no attributes of their own"
         )
 
     def env_method(
         self, method_name: str, *args: Any, indices: VecEnvIndices = None, **kwargs: Any
     ) -> list[Any]:
-        raise NotImplementedError("episodes that are stepped together have no methods of their own")
+        raise UserError(
+            f"{method_name}: episodes that are stepped together have no methods of their own"
+        )
 
     def env_is_wrapped(self, wrapper_class: Any, indices: VecEnvIndices = None) -> list[bool]:
         return [False] * len(self._numbers(indices))

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from kvpolicy.env.replay import ResidencyReplay
 from kvpolicy.env.spaces import check_arguments
-from kvpolicy.episodes.fluid import FluidEpisodes, knobs_of
+from kvpolicy.episodes.fluid import FluidEpisodes
+from kvpolicy.episodes.fluid_shares import knobs_of
 from kvpolicy.episodes.twin import make_fluid
 from kvpolicy.errors import UserError
 from kvpolicy.telemetry.reward import Terms

@@ -7,84 +7,34 @@ decisions between control intervals, and preemption (admission keeps room for a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpolicy.control.actions import MARGIN, MOST_RESERVE, RESERVES, RETAINED
-from kvpolicy.control.features import GROUPS
-from kvpolicy.episodes.picture import picture
+from kvpolicy.control.actions import MARGIN
+from kvpolicy.episodes.fluid_loads import MOST_REQUESTS, Loads
+from kvpolicy.episodes.fluid_shares import levels
+from kvpolicy.episodes.fluid_state import FluidState
 from kvpolicy.episodes.scenarios import Scenario
 from kvpolicy.errors import UserError
-from kvpolicy.memory import accounting
-from kvpolicy.memory.accounting import Reserve
 from kvpolicy.memory.layout import Layout
-from kvpolicy.twin.cost import TERMS, CostModel
+from kvpolicy.twin.cost import CostModel
 from kvpolicy.twin.tables import MissTable
 from kvpolicy.workloads.workload import Workload
 
-__all__ = ["ACTIONS", "FluidEpisodes", "Loads", "knobs_of"]
+__all__ = ["FluidEpisodes"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-ACTIONS = ("global", "discrete")
-# Requests of an episode that are laid out ahead; a closed load that outlasts them begins again.
-MOST_REQUESTS = 512
 
+class FluidEpisodes(FluidState):
+    """Episodes, each with a load of its own, stepped together.
 
-def knobs_of(name: str, actions: NDArray[Any]) -> tuple[Floats, Floats]:
-    """(retained, reserve) of actions [episodes, ...], as the exact twin decodes them; the split
-    between stores
-    is even here."""
-    if name == "discrete":
-        reserve, retained = np.divmod(np.asarray(actions).reshape(-1), len(RETAINED))
-        return np.array(RETAINED)[retained], np.array(RESERVES)[reserve]
-    values = np.asarray(actions, dtype=np.float64).reshape(len(actions), -1)
-    shares = np.clip((np.nan_to_num(values, nan=-1.0) + 1) / 2, 0.0, 1.0)
-    return shares[:, 0], shares[:, 1] * MOST_RESERVE
-
-
-@dataclass(frozen=True)
-class Loads:
-    """A load as columns: arrival times, prompt tokens to read, contexts before them, tokens to make."""
-
-    times: Floats
-    read: Floats
-    context: Floats
-    output: Floats
-    closed: bool
-    ends: Floats
-    levels: Floats
-    uri: str
-
-    @classmethod
-    def of(cls, load: Workload, read: int | None) -> Loads:
-        """The first requests of a workload."""
-        rows = [
-            (a.time, float(len(a.prompt)), float(a.max_new_tokens))
-            for a in islice(load.requests(), MOST_REQUESTS)
-        ]
-        columns = np.array(rows, dtype=np.float64).reshape(-1, 3)
-        size = columns[:, 1]
-        fresh = size if read is None else np.minimum(size, read)
-        ends = np.array([phase.end for phase in load.phases])
-        levels = np.array([float(phase.level or 0) for phase in load.phases])
-        return cls(
-            columns[:, 0], fresh, size - fresh, columns[:, 2], load.closed, ends, levels, load.uri
-        )
-
-
-class FluidEpisodes:
-    """``count`` episodes of a scenario, each with a load of its own, stepped together.
-
-    draw: a load for an episode when it begins. interval: steps between two decisions. Arrays are
-    [episodes, seats] unless they say otherwise; a seat is free where ``owner`` is -1.
+    draw: a load for an episode when it begins.
     """
 
     def __init__(
@@ -97,50 +47,8 @@ class FluidEpisodes:
         draw: Callable[[int], Workload],
         **changes: Any,
     ) -> None:
-        config = scenario.config(**{"controller": "adaptive", **changes})
-        self.scenario, self.count, self._draw = scenario, count, draw
-        self._table, self._slo = table, scenario.bounds
-        self.seats, self.interval = config.max_concurrency, config.control_interval
-        self._chunk = config.prefill_chunk
-        self._seconds = {term: cost.seconds.get(term, 0.0) for term in TERMS}
-        stores = layout.stores
-        self._row_bytes = np.array([float(s.record.bytes) for s in stores])
-        self._layers = np.array([float(s.store.n_layers) for s in stores])
-        self._per = np.array([float(s.store.tokens_per_entry) for s in stores])
-        self._even = table.topk
-        self._unit = float((self._even * self._row_bytes).sum())
-        self._selectors = float(len(layout.geometry.selectors))
-        # Bytes of index keys and maps per token, and what windows take per request.
-        frame = layout.frame_bytes
-        self._required_per_token = sum(
-            (frame / s.key.per_frame + frame / s.slot_map.per_frame) / s.store.tokens_per_entry
-            for s in stores
-        )
-        self._required_each = (
-            accounting.request_frames(layout, 0) * frame + 2.0 * len(stores) * frame
-        )
-        self._key_bytes = sum(s.key.bytes / s.store.tokens_per_entry for s in stores)
-        staging = config.staging_rows or config.max_concurrency * layout.topk
-        reserve = Reserve(staging, config.max_concurrency + config.prefill_chunk, self.seats)
-        shared = accounting.check_fixed(layout, reserve, int(config.device_kv_mib * (1 << 20)))
-        self._shared = float(shared * frame)
-        self.pool = float(int(config.device_kv_mib * (1 << 20)) // frame * frame)
-        shape, many = (count, self.seats), (count, MOST_REQUESTS)
-        self.owner = np.full(shape, -1, dtype=np.int64)
-        self.reading, self.context, self.made, self.age = (np.zeros(shape) for _ in range(4))
-        self.first, self.came, self.credited = (np.zeros(shape) for _ in range(3))
-        self.final = np.zeros(shape)
-        self.output = np.zeros(shape)
-        self.full = np.zeros(shape, dtype=bool)
-        self.rows = np.zeros((*shape, len(stores)))
-        self.now = np.zeros(count)
-        self.head, self.tail = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-        self._times, self._read, self._ctx, self._out = (np.zeros(many) for _ in range(4))
-        self._known = np.zeros(count, dtype=np.int64)
-        self._due = np.zeros(many)
-        self.loads: list[Loads] = [None] * count  # type: ignore[list-item]
-        self._closed = False
-        self._last: dict[str, Floats] = {}
+        super().__init__(scenario, layout, table, cost, count, **changes)
+        self._draw = draw
         self.begin(np.arange(count))
 
     # --- episodes --------------------------------------------------------------------------------
@@ -162,19 +70,7 @@ class FluidEpisodes:
         self.owner[which] = -1
         self.now[which] = 0.0
         self.head[which] = self.tail[which] = 0
-        if not self._last:
-            zero = np.zeros(self.count)
-            names = (
-                "arrivals",
-                "finished",
-                "step",
-                "moved",
-                "tokens",
-                "fetched",
-                "selected",
-                "wait",
-            )
-            self._last = {name: zero.copy() for name in names}
+        self._entered[which] = 0.0
         for values in self._last.values():
             values[which] = 0.0
         self._arrive()
@@ -218,13 +114,6 @@ class FluidEpisodes:
             else:
                 self.now[i] = max(self.now[i], self.loads[i].ends[-1])
 
-    def _required(self) -> Floats:
-        """Bytes that who runs must have, by final length, and what all share [episodes]."""
-        here = self.owner >= 0
-        each = np.where(here, self.final * self._required_per_token + self._required_each, 0.0)
-        total: Floats = each.sum(axis=1) + self._shared
-        return total
-
     def _admit(self) -> None:
         """Waiting requests in order, while a seat and their required memory are free."""
         waiting = self.tail > self.head
@@ -261,12 +150,6 @@ class FluidEpisodes:
                 (self.tail[going] > self.head[going]) & (self.owner[going] < 0).any(axis=1)
             ]
 
-    @property
-    def _entered(self) -> Floats:
-        if "entered" not in self._last:
-            self._last["entered"] = np.zeros(self.count)
-        return self._last["entered"]
-
     # --- a decision and its interval -------------------------------------------------------------
 
     def step(self, retained: Floats, reserve: Floats) -> dict[str, Floats]:
@@ -298,7 +181,7 @@ class FluidEpisodes:
         entries = np.minimum(length + MARGIN, self.final)
         each = (self._row_bytes / self._per).sum()
         need = np.where(here, entries * each, np.inf)
-        level = _levels(need, room)[:, None]
+        level = levels(need, room)[:, None]
         full = here & (need <= level)
         new = full & ~self.full
         moved: Floats = np.where(new, self.context * each, 0.0).sum(axis=1)
@@ -413,127 +296,3 @@ class FluidEpisodes:
         self.credited = np.where(here, counted, self.credited)
         self.owner[ended] = -1
         return good, (inside & ended).sum(axis=1).astype(np.float64), ended
-
-    # --- what is seen ----------------------------------------------------------------------------
-
-    def observe(self, groups: Sequence[str]) -> NDArray[np.float32]:
-        """The features of the encoder, float32 [episodes, size], of groups that do not depend on the
-        model."""
-        values = self._features()
-        names = [feature.name for group in groups for feature in GROUPS[group]]
-        found = np.stack([values[name] for name in names], axis=1)
-        return np.clip(found, 0.0, 1.0).astype(np.float32)
-
-    def line(self) -> str:
-        """The first episode in one line."""
-        seen = {name: float(value[0]) for name, value in self._features().items()}
-        waiting = int(self.tail[0] - self.head[0])
-        return (
-            f"{self.now[0]:.2f} s: {int((self.owner[0] >= 0).sum())} running, {waiting} waiting; memory "
-            f"required {seen['required']:.0%}, history {seen['optional']:.0%}, free {seen['free']:.0%}"
-        )
-
-    def picture(self) -> NDArray[np.uint8]:
-        """The first episode's memory as a bar."""
-        seen = self._features()
-        return picture(float(seen["required"][0]), float(seen["optional"][0]))
-
-    def _features(self) -> dict[str, Floats]:
-        here = self.owner >= 0
-        running = here.sum(axis=1).astype(np.float64)
-        some = np.maximum(running, 1.0)
-        waiting = (self.tail - self.head).astype(np.float64)
-        step = self._last["step"]
-        head = self.head % self._known
-        rows = np.arange(self.count)
-        due = (
-            self._due[rows, self.head % MOST_REQUESTS] if self._closed else self._times[rows, head]
-        )
-        wait = np.where(waiting > 0, np.maximum(self.now - due, 0.0), 0.0)
-        size = (self._ctx[rows, head] + self._read[rows, head]) * self._required_per_token
-        size = np.where(waiting > 0, size + self._required_each, 0.0)
-        queue = size * np.minimum(waiting, self.seats - running)
-        now_required = (
-            np.where(
-                here,
-                (self.context + self.reading) * self._required_per_token + self._required_each,
-                0.0,
-            ).sum(axis=1)
-            + self._shared
-        )
-        each = (self._row_bytes / self._per).sum()
-        whole = np.where(here, (self.context + self.reading) * each, 0.0)
-        room = np.where(
-            self.full, whole, np.minimum((self.rows * self._row_bytes).sum(axis=2), whole)
-        )
-        held = np.where(here, room, 0.0).sum(axis=1)
-        total = whole.sum(axis=1)
-        decoding = (here & (self.reading <= 0)).sum(axis=1)
-        tokens, selected = self._last["tokens"], self._last["selected"]
-        tpot = np.divide(
-            step * self.interval * decoding, tokens, out=np.zeros(self.count), where=tokens > 0
-        )
-
-        def mean(values: Floats) -> Floats:
-            found: Floats = np.where(here, values, 0.0).sum(axis=1) / some
-            return found
-
-        left = np.where(here, 1 - (self.context + self.reading) / np.maximum(self.final, 1), 0.0)
-        return {
-            "running": running / self.seats,
-            "waiting": _log(waiting, 1024),
-            "oldest_wait": _log(np.divide(wait, step, out=np.zeros(self.count), where=step > 0), 4096),
-            "arrivals": _half(self._last["arrivals"], 4),
-            "finished": _half(self._last["finished"], 4),
-            "queue_head": size / self.pool,
-            "queue": queue / self.pool,
-            "shortages": np.zeros(self.count),
-            "preemptions": np.zeros(self.count),
-            "required": now_required / self.pool,
-            "optional": held / self.pool,
-            "free": np.maximum(self.pool - now_required - held, 0.0) / self.pool,
-            "resident": np.divide(held, total, out=np.zeros(self.count), where=total > 0),
-            "full": (here & self.full).sum(axis=1) / some,
-            "demand": _half(total / self.pool, 1),
-            "miss_rate": np.divide(self._last["fetched"], selected, out=np.zeros(self.count),
-            where=selected > 0),
-            "miss_rate_worst": self._last.get("worst", np.zeros(self.count)),
-            "fetched": _log(self._last["fetched"] / np.maximum(tokens, 1), 1 << 20),
-            "link": _log(self._last["moved"], 1 << 34),
-            "step": _log(step * 1e3, 1000),
-            "tpot": _half(tpot / self._slo.tpot, 1) if self._slo.tpot else np.zeros(self.count),
-            "ttft": _half(wait / self._slo.ttft, 1) if self._slo.ttft else np.zeros(self.count),
-            "accepted": _half(tokens / np.maximum(self.interval * decoding, 1), 1),
-            "context": _log(mean(self.context), 1 << 20),
-            "context_most": _log(np.where(here, self.context, 0.0).max(axis=1), 1 << 20),
-            "left": left.sum(axis=1) / some,
-            "age": _log(mean(self.age), 4096),
-            "generated": _log(mean(self.made), 4096),
-            "reading": (running - decoding) / some,
-        }  # fmt: skip
-
-
-def _half(value: Floats, at: float) -> Floats:
-    found: Floats = value / (value + at)
-    return found
-
-
-def _log(value: Floats, most: float) -> Floats:
-    found: Floats = np.minimum(np.log1p(value) / np.log1p(most), 1.0)
-    return found
-
-
-def _levels(need: Floats, room: Floats) -> Floats:
-    """Of each episode the level such that everyone having the lesser of it and their need takes ``room``
-    together, inf where all fit. need: [episodes, seats], inf where nobody sits."""
-    order = np.sort(need, axis=1)
-    many = np.isfinite(order).sum(axis=1)
-    taken = np.cumsum(np.where(np.isfinite(order), order, 0.0), axis=1)
-    before = taken - np.where(np.isfinite(order), order, 0.0)
-    others = np.maximum(many[:, None] - np.arange(order.shape[1]), 1)
-    short = np.isfinite(order) & (order * others > room[:, None] - before)
-    at = short.argmax(axis=1)
-    rows = np.arange(len(order))
-    level = (room - before[rows, at]) / others[rows, at]
-    found: Floats = np.where(short.any(axis=1), level, np.inf)
-    return found

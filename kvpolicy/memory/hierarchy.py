@@ -11,7 +11,7 @@ from kvpolicy.errors import CapacityError, IntegrityError
 from kvpolicy.kernels.eviction import RULES
 from kvpolicy.kernels.memory_ops import MemoryOps, memory_ops
 from kvpolicy.memory import accounting
-from kvpolicy.memory.accounting import Reserve, mib
+from kvpolicy.memory.accounting import Reserve
 from kvpolicy.memory.arena import Arena
 from kvpolicy.memory.calibration import calibrate
 from kvpolicy.memory.commit import Committer
@@ -21,7 +21,8 @@ from kvpolicy.memory.decode import DecodeInputs, DecodeStep
 from kvpolicy.memory.host_pool import HostPool
 from kvpolicy.memory.layout import Layout, StoreLayout
 from kvpolicy.memory.mover import Mover
-from kvpolicy.memory.request import GROWTH_TOKENS, RequestMemory
+from kvpolicy.memory.needs import Capacity, Needs
+from kvpolicy.memory.request import RequestMemory
 from kvpolicy.memory.rule import CacheRule
 from kvpolicy.memory.segments import Accepted, Segment
 from kvpolicy.memory.step import StepMemory
@@ -30,7 +31,7 @@ from kvpolicy.memory.usage import MemoryUsage, all_floors, measure
 from kvpolicy.memory.verify import VerifyRows, VerifyStep
 
 
-class Hierarchy:
+class Hierarchy(Needs):
     """Owns all KV memory. Requests are admitted, stepped, committed, resized, preempted and released
     here.
 
@@ -79,44 +80,11 @@ class Hierarchy:
         """The device tables of all seats."""
         return self._tables
 
+    @property
+    def capacity(self) -> Capacity:
+        return Capacity(self.arena.frames.num_frames, self._shared, self.host.extents.capacity)
+
     # --- admission -------------------------------------------------------------------------------
-
-    def frames_of(self, max_tokens: int, rows: Sequence[int], tokens: int | None = None) -> int:
-        """Frames a request takes with these hot rows per store and room for ``tokens`` tokens
-        (None: max_tokens), required part included."""
-        now = max_tokens if tokens is None else tokens
-        hot = accounting.hot_frames(self.layout, self.clamp(rows), max_tokens, now)
-        return accounting.request_frames(self.layout, now) + hot
-
-    def clamp(self, rows: Sequence[int]) -> tuple[int, ...]:
-        """Rows per store, not below the floor."""
-        return tuple(max(wanted, self.floor_rows) for wanted in rows)
-
-    def check_fits_alone(self, max_tokens: int, rows: Sequence[int]) -> None:
-        """CapacityError naming the tier if a request could never run, even on an empty engine, with
-        these rows or with the floor (which may take a frame of metadata more than a short request that
-        is full)."""
-        have = self.arena.frames.num_frames - self._shared
-        need = max(self.frames_of(max_tokens, each) for each in (rows, (0,) * len(rows)))
-        if need > have:
-            size = self.layout.frame_bytes
-            raise CapacityError(
-                "device",
-                f"a request of {max_tokens} tokens needs {mib(need * size)} MiB; device_kv_mib = "
-                f"{mib(self.arena.frames.num_frames * size)} leaves {mib(have * size)} MiB beside "
-                "staging and in-flight rows",
-            )
-        host = accounting.host_bytes(self.layout, max_tokens)
-        if host > self.host.extents.capacity:
-            raise CapacityError(
-                "host",
-                f"a request of {max_tokens} tokens needs {mib(host)} MiB, host_kv_mib = "
-                f"{mib(self.host.extents.capacity)}",
-            )
-
-    def room_for(self, max_tokens: int, tokens: int) -> int:
-        """Tokens that a request gets room for when it needs ``tokens``: growth comes in lots."""
-        return min(max_tokens, -(-tokens // GROWTH_TOKENS) * GROWTH_TOKENS)
 
     def admit(
         self,
@@ -172,12 +140,6 @@ class Hierarchy:
     def _leave(self, request: RequestMemory) -> None:
         self.counters.retrieval.end(request.seat)
         heapq.heappush(self._seats, request.seat)
-
-    @property
-    def growth_frames(self) -> int:
-        """Frames that one lot of growth may take of a request that is not full."""
-        lot = self.room_for(GROWTH_TOKENS, 1)
-        return sum(s.key.frames(s.store.entries(lot)) + 1 for s in self.layout.stores)
 
     # --- growth ----------------------------------------------------------------------------------
 

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from kvpolicy.errors import CapacityError, IntegrityError
 from kvpolicy.memory import accounting
-from kvpolicy.memory.accounting import Reserve, mib
+from kvpolicy.memory.accounting import Reserve
 from kvpolicy.memory.counters import Counted
 from kvpolicy.memory.cuts import Cut, Holding, cuts_for, cuts_of_full
 from kvpolicy.memory.extents import ExtentAllocator
 from kvpolicy.memory.layout import Layout, StoreLayout
-from kvpolicy.memory.request import GROWTH_TOKENS
+from kvpolicy.memory.needs import Capacity, Needs
 from kvpolicy.memory.rule import CacheRule
 from kvpolicy.memory.usage import MemoryUsage, all_floors
 from kvpolicy.recording.caches import keep_order, rule_named
@@ -34,7 +34,7 @@ __all__ = ["TwinMemory"]
 Ints = NDArray[np.integer[Any]]
 
 
-class TwinMemory:
+class TwinMemory(Needs):
     """Owns the books of all requests. Arguments as of ``Hierarchy``; streams: what requests select.
     most_tokens: longest request where streams are stretched.
 
@@ -78,40 +78,11 @@ class TwinMemory:
         self.committed = np.zeros(seats, dtype=np.int64)
         self.full = np.zeros(seats * stores, dtype=bool)
 
+    @property
+    def capacity(self) -> Capacity:
+        return Capacity(self.frames.num_frames, self._shared, self._extents.capacity)
+
     # --- admission -------------------------------------------------------------------------------
-
-    def frames_of(self, max_tokens: int, rows: Sequence[int], tokens: int | None = None) -> int:
-        """As ``Hierarchy.frames_of``."""
-        now = max_tokens if tokens is None else tokens
-        hot = accounting.hot_frames(self.layout, self.clamp(rows), max_tokens, now)
-        return accounting.request_frames(self.layout, now) + hot
-
-    def clamp(self, rows: Sequence[int]) -> tuple[int, ...]:
-        """Rows per store, not below the floor."""
-        return tuple(max(wanted, self.floor_rows) for wanted in rows)
-
-    def check_fits_alone(self, max_tokens: int, rows: Sequence[int]) -> None:
-        """CapacityError naming the tier if a request could never run."""
-        have = self.frames.num_frames - self._shared
-        need = max(self.frames_of(max_tokens, each) for each in (rows, (0,) * len(rows)))
-        size = self.layout.frame_bytes
-        if need > have:
-            raise CapacityError(
-                "device",
-                f"a request of {max_tokens} tokens needs {mib(need * size)} MiB, there are "
-                f"{mib(have * size)} MiB beside staging and in-flight rows",
-            )
-        host = accounting.host_bytes(self.layout, max_tokens)
-        if host > self._extents.capacity:
-            raise CapacityError(
-                "host",
-                f"a request of {max_tokens} tokens needs {mib(host)} MiB, host_kv_mib = "
-                f"{mib(self._extents.capacity)}",
-            )
-
-    def room_for(self, max_tokens: int, tokens: int) -> int:
-        """Tokens that a request gets room for when it needs ``tokens``: growth comes in lots."""
-        return min(max_tokens, -(-tokens // GROWTH_TOKENS) * GROWTH_TOKENS)
 
     def replay(self, request_id: int, assigned: Assigned) -> None:
         """What a request that will be admitted selects."""
@@ -191,12 +162,6 @@ class TwinMemory:
         self.frames.give(accounting.request_frames(self.layout, request.reserved))
         heapq.heappush(self._seats, request.seat)
         request.leave()
-
-    @property
-    def growth_frames(self) -> int:
-        """Frames that one lot of growth may take of a request that is not full."""
-        lot = self.room_for(GROWTH_TOKENS, 1)
-        return sum(s.key.frames(s.store.entries(lot)) + 1 for s in self.layout.stores)
 
     # --- growth ----------------------------------------------------------------------------------
 
