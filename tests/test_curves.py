@@ -193,6 +193,7 @@ def test_who_is_followed() -> None:
     assert sampler.choose([replace(v, decoding=v.request_id < 7) for v in views]) == 1
     full = [replace(v, budget=v.max_rows) for v in views]
     assert sampler.choose(full) is None and sampler.choose([*full, views[0]]) == 7
+    assert MissSampler((K,), 2000).choose(full) == 1, "nothing is known yet"
 
 
 class Watched(Static):

@@ -25,6 +25,8 @@ LEAST = 0.5
 # 8 x top-k distinct entries takes some 100 steps; changing is cheap, since what a short history
 # cannot know is left out rather than guessed.
 STICK = 1024
+# Steps behind every curve from which on nobody is followed while all caches are full.
+LEARNED = 256
 # Budgets up to this many top-k are spaced evenly (half a top-k), larger ones by a factor.
 EVEN = 8
 FACTOR = 2**0.25
@@ -43,10 +45,11 @@ class MissSampler:
 
     def choose(self, requests: Sequence[RequestView]) -> int | None:
         """The request to follow next: the same while it decodes and has not had its turn, else the
-        next by id among those that decode, None if none does. None also where every cache is full, so
-        that nobody could use what is learned: following costs the host some 0.2 ms a step.
-        Changes nothing."""
-        if all(r.budget == r.max_rows for r in requests):
+        next by id among those that decode, None if none does. None also where every cache is full and
+        the curves are known well enough for the pressure that may come: following costs the host
+        time in each step. Changes nothing."""
+        learned = all(store.steps >= LEARNED for store in self._stores)
+        if learned and all(r.budget == r.max_rows for r in requests):
             return None
         ready = [r.request_id for r in requests if r.decoding]
         current = self.request_id
@@ -88,6 +91,11 @@ class _StoreCurve:
         self._misses = np.zeros(len(self._grid))
         self._steps = np.zeros(len(self._grid))
         self.begin()
+
+    @property
+    def steps(self) -> float:
+        """Steps behind the curve, older ones for less."""
+        return float(self._steps[0])
 
     def begin(self) -> None:
         """Forget the history, keep the counts."""

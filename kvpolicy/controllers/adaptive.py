@@ -22,7 +22,7 @@ LOT = 64
 # A request below this part of its fair share is brought up to it at once.
 BEHIND = 0.75
 # What is lacking is taken from as few caches as it can be, each by up to this part of its own: a cache that
-# changes costs the host some 0.3 ms, be it by a frame or by ten.
+# changes costs the host some thirty launches, be it by a frame or by ten.
 GIVE = 1 / 8
 # ... and not below this part of its fair share, so that nobody falls behind by it.
 KEPT = 0.8
