@@ -37,6 +37,8 @@ def measure(
         requests = [handle._request for handle in handles]
         while not all(r.state is State.DECODE for r in requests):
             engine.step()
+            if any(r.finished for r in requests):
+                sys.exit("a request ended before all prompts were read: more --tokens")
         start, before = time.perf_counter(), sum(len(r.tokens) for r in requests)
         steps, base = engine.steps, engine.metrics()
         while not any(r.finished for r in requests):
@@ -80,7 +82,8 @@ def main() -> None:
     parser.add_argument("--verification", default="standard")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prompt-bytes", type=int, default=2000)
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--prefill-chunk", type=int, default=8192)
     parser.add_argument("--device-kv-mib", type=float, default=512.0)
     parser.add_argument("--no-cuda-graphs", action="store_true")
     parser.add_argument("--output", type=Path)
@@ -99,7 +102,7 @@ def main() -> None:
                         verify_length=length,
                         admission=given.admission,
                         max_concurrency=n,
-                        prefill_chunk=1024,
+                        prefill_chunk=given.prefill_chunk,
                         device_kv_mib=given.device_kv_mib,
                         host_kv_mib=2048,
                         cuda_graphs=not given.no_cuda_graphs,

@@ -259,7 +259,7 @@ class Speculator:
             found = own.propose(
                 tokens, anchors, context, where, sampling, self._rule is Rule.COUPLED
             )
-            checked = check_shape(found, len(seats), own.tokens, self._model.vocab)
+            checked = check_shape(found, len(seats), own.tokens, self._model.vocab, anchors.device)
         except BadProposal as error:
             self.failed(str(error))
         except Exception as error:

@@ -15,8 +15,11 @@ class BadProposal(ValueError):
     """A proposal whose shape or kind is wrong: nothing of it can be used."""
 
 
-def check_shape(proposal: object, requests: int, width: int, vocab: int) -> Proposal:
-    """The proposal, if it has the form that it should have. BadProposal, saying what is wrong, if not."""
+def check_shape(
+    proposal: object, requests: int, width: int, vocab: int, device: torch.device
+) -> Proposal:
+    """The proposal, if it has the form that it should have, on this device. BadProposal, saying what is
+    wrong, if not."""
     if not isinstance(proposal, Proposal):
         raise BadProposal(f"of type {type(proposal).__name__}, not Proposal")
     tokens, law = proposal.tokens, proposal.law
@@ -34,7 +37,19 @@ def check_shape(proposal: object, requests: int, width: int, vocab: int) -> Prop
             raise BadProposal(f"a law of type {type(law).__name__}")
     if proposal.confidence is not None:
         _expect("confidence", proposal.confidence, (requests, width), floats)
+    for tensor in (tokens, proposal.confidence, *_tensors(law)):
+        if tensor is not None and tensor.device != device:
+            raise BadProposal(f"a tensor on {tensor.device}, not on {device}")
     return proposal
+
+
+def _tensors(law: OneHot | Sparse | Dense) -> tuple[Tensor, ...]:
+    match law:
+        case Sparse(candidates, drawn):
+            return (candidates, drawn)
+        case Dense(drawn):
+            return (drawn,)
+    return ()
 
 
 def _expect(

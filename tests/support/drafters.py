@@ -97,8 +97,9 @@ class Garbage:
     ) -> Proposal:
         r, k = len(anchors), self.tokens
         draw = self._random.randrange
-        tokens = torch.tensor([[draw(256) for _ in range(k)] for _ in range(r)])
-        match draw(12):
+        device = anchors.device
+        tokens = torch.tensor([[draw(256) for _ in range(k)] for _ in range(r)], device=device)
+        match draw(13):
             case 0:
                 raise RuntimeError("out of order")
             case 1:
@@ -112,14 +113,16 @@ class Garbage:
             case 5:
                 return Proposal(tokens + 10**9, OneHot())
             case 6:
-                return Proposal(tokens, Dense(torch.full((r, k, 264), float("nan"))))
+                return Proposal(tokens, Dense(torch.full((r, k, 264), float("nan"), device=device)))
             case 7:
-                law = torch.full((r, k, 2), -1.0)
+                law = torch.full((r, k, 2), -1.0, device=device)
                 return Proposal(tokens, Sparse(tokens[..., None].repeat(1, 1, 2), law))
             case 8:
-                return Proposal(tokens, OneHot(), torch.full((r, k), float("inf")))
+                return Proposal(tokens, OneHot(), torch.full((r, k), float("inf"), device=device))
             case 9:
                 return Proposal(tokens, "surely")  # type: ignore[arg-type]
             case 10:
-                return Proposal(tokens, Dense(torch.full((r, k, 264), 7.0)))
+                return Proposal(tokens, Dense(torch.full((r, k, 264), 7.0, device=device)))
+            case 11:
+                return Proposal(tokens.to("meta"), OneHot())  # on another device
         return Proposal(tokens, OneHot())
