@@ -3,10 +3,10 @@
     python -P benchmarks/serving.py overhead --output FILE             # about 150 s on a GPU
     python -P benchmarks/serving.py soak --seconds 480 --output FILE
 
-`overhead` decodes one workload, 64 requests kept in flight, by turns with an engine in this process and with
-`kvpolicy load` against a server, both as they ship, and compares tokens/s as the client sees them. `soak` keeps
-96 requests in flight on 64 seats, swaps the policy, lets clients leave, and watches memory. Exit code 1 if an
-output differs, a request fails, an engine was replaced or a pool is not as at the start.
+`overhead` decodes one workload, 64 requests kept in flight, by turns with an engine in this process and
+with `kvpolicy load` against a server, both as they ship, and compares tokens/s as the client sees them.
+`soak` keeps 96 requests in flight on 64 seats, swaps the policy, lets clients leave, and watches memory. Exit
+code 1 if an output differs, a request fails, an engine was replaced or a pool is not as at the start.
 """
 
 from __future__ import annotations
@@ -202,6 +202,8 @@ def over_http(server: Server, folder: Path, workload: str, seconds: float) -> di
         for name in ("generated_tokens", "decode_steps", "busy_seconds")
     }
     made, steps = gained["generated_tokens"], gained["decode_steps"]
+    if not made:
+        sys.exit(f"nothing was answered: {found['errors']} {server.err.read_text()[-2000:]}")
     moments = moments_of(found)
     return {
         "tokens_per_s": rate(moments, seconds),
