@@ -23,8 +23,8 @@ _OBJECTS = {
 }
 
 
-def _dump(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
+# json.dumps makes an encoder for each call that asks for separators.
+_dump = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def error_event(error: ApiError) -> bytes:

@@ -328,10 +328,9 @@ class EngineLink:
                 choice.group.wake()
         for number, kind, tier, text in frame.get("refused", ()):
             self._refuse(number, kind, tier, text)
-        flat = frame.get("tokens", ())
-        for number, token in zip(flat[::2], flat[1::2], strict=True):
+        for number, tokens in frame.get("tokens", ()):
             if (choice := self._choices.get(number)) is not None:
-                choice.tokens.append(token)
+                choice.tokens += tokens
                 choice.group.wake()
         for number, *row in frame.get("logprobs", ()):
             if (choice := self._choices.get(number)) is not None:
@@ -356,7 +355,7 @@ class EngineLink:
         if choice is None:
             return
         self._ends.append(now)
-        choice.tokens += record.pop("tokens", ())
+        choice.tokens += record.pop("tokens")
         choice.reason, choice.record = reason, record
         self.on_end(choice)
         choice.group.wake()
